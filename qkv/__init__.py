@@ -1,0 +1,66 @@
+"""qkv: make a language model and its context fit the memory you have, and know what it takes.
+
+Names only; each is loaded when it is first used. Importing this package tells transformers, once it is in
+use, how to read the checkpoints written here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from qkv.integration.register import register_plug_in
+
+if TYPE_CHECKING:
+    from qkv.checkpoint.dequantize import dequantize_checkpoint as dequantize_checkpoint
+    from qkv.checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
+    from qkv.errors import CheckpointError as CheckpointError
+    from qkv.errors import QkvError as QkvError
+    from qkv.footprint import Footprint as Footprint
+    from qkv.footprint import footprint as footprint
+    from qkv.integration.hf_quantizer import QkvConfig as QkvConfig
+    from qkv.integration.load import load as load
+    from qkv.integration.patch import dequantize_ as dequantize_
+    from qkv.integration.patch import patched as patched
+    from qkv.integration.patch import quantize_ as quantize_
+    from qkv.quantizers.format import FORMATS as FORMATS
+    from qkv.quantizers.format import Format as Format
+    from qkv.quantizers.quantize import quantize_tensor as quantize_tensor
+    from qkv.quantizers.tensor import QuantizedTensor as QuantizedTensor
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointError": "qkv.errors",
+    "FORMATS": "qkv.quantizers.format",
+    "Footprint": "qkv.footprint",
+    "Format": "qkv.quantizers.format",
+    "QkvConfig": "qkv.integration.hf_quantizer",
+    "QkvError": "qkv.errors",
+    "QuantizedTensor": "qkv.quantizers.tensor",
+    "dequantize_": "qkv.integration.patch",
+    "dequantize_checkpoint": "qkv.checkpoint.dequantize",
+    "footprint": "qkv.footprint",
+    "load": "qkv.integration.load",
+    "patched": "qkv.integration.patch",
+    "quantize_": "qkv.integration.patch",
+    "quantize_checkpoint": "qkv.checkpoint.quantize",
+    "quantize_tensor": "qkv.quantizers.quantize",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'qkv' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+register_plug_in()

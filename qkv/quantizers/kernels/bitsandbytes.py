@@ -1,0 +1,82 @@
+"""bitsandbytes' NF4 kernels, which read our codes as they are stored.
+
+On CUDA both the product of one row and the dequantization run in its kernels. On the CPU only its
+dequantization is used: its fast CPU product needs a second, repacked copy of the weight with scales
+rounded to bfloat16, and writes that copy over the layer's state.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv.quantizers import nf4
+from qkv.quantizers.kernels.case import Case
+from qkv.quantizers.tensor import QuantizedTensor
+
+SERVES = "nf4: dequantization on the CPU and CUDA, products of one row on CUDA"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def unavailable() -> str | None:
+    """Why it is not live."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return "not installed: pip install bitsandbytes"
+    try:
+        _functional()
+    except Exception as error:  # a broken install raises whatever its loader raises
+        return f"does not import: {error}"
+    return None
+
+
+@cache
+def _functional() -> Any:
+    import logging
+
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of an optional download that this library does not use
+    try:
+        import bitsandbytes.functional as functional
+    finally:
+        logger.setLevel(level)
+    return functional
+
+
+def refuses(case: Case) -> str | None:
+    """Why it cannot take a case."""
+    format, columns = case.format, case.shape[-1]
+    if format.name != "nf4" or format.double_quant:
+        return "serves nf4 with float scales alone"
+    size = format.group_length(columns)
+    if size not in (64, 128, 256, 512, 1024) or columns % size:
+        return f"its blocks run on over the ends of rows of {columns} that groups of {size} do not divide"
+    if case.dtype not in _DTYPES or len(case.shape) != 2:
+        return "serves 2-D weights in float32, bfloat16 and float16"
+    if case.device not in ("cpu", "cuda"):
+        return f"has no kernel on {case.device}"
+    return None
+
+
+def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias``."""
+    if x.device.type == "cuda" and x.shape[0] == 1:
+        levels, size = nf4.levels(x.device), weight.format.group_length(weight.shape[1])
+        packed, absmax = weight.codes.reshape(-1, 1), weight.scale.reshape(-1)
+        result = torch.ops.bitsandbytes.gemv_4bit(x, packed, weight.shape, absmax, levels, size)
+        return result if bias is None else result + bias
+    return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
+
+
+def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """The float weight in ``dtype``."""
+    _functional()
+    size = weight.format.group_length(weight.shape[1])
+    packed, absmax = weight.codes.reshape(-1, 1), weight.scale.reshape(-1)
+    result: Tensor = torch.ops.bitsandbytes.dequantize_4bit(packed, absmax, size, "nf4", weight.shape, dtype)
+    return result

@@ -1,0 +1,22 @@
+/* Shared by the AVX-512 files. */
+#ifndef QKV_AVX512_H
+#define QKV_AVX512_H
+
+#include <immintrin.h>
+
+#include "scalar.h"
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,avx512bf16,fma,f16c")))
+#define INLINE QKV_INLINE TARGET
+
+qkv_body qkv_avx512_linear(struct qkv_linear_job *job);
+
+/* The sixteen values of a four-bit kind before zero point and scale. */
+INLINE __m512 four_bit_levels(const struct qkv_weight *w)
+{
+    if (w->kind == QKV_NF4) return _mm512_loadu_ps(qkv_nf4_levels);
+    __m512 codes = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return w->zero ? codes : _mm512_sub_ps(codes, _mm512_set1_ps(8.0f));
+}
+
+#endif

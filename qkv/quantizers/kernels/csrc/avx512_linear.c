@@ -1,0 +1,379 @@
+/* AVX-512 (F, BW, DQ, VL, VBMI, VNNI, BF16): products that read the canonical codes as they are stored.
+ *
+ * Codes are unpacked without moving them between 32-bit lanes, and x is put into the order in which they come out,
+ * once a call. Groups are multiples of 16, so a lane never holds codes of two groups within a chunk of a row, and
+ * the lanes' sums over a chunk are scaled with one multiplication by a vector of scales.
+ * Several rows are worked on together, so that a piece of x in a register serves them all; they lie far apart,
+ * because one stream a thread reaches only a part of the memory's bandwidth.
+ */
+#include "native.h"
+
+#if QKV_X86
+
+#include <stdlib.h>
+
+#include "avx512.h"
+
+/* Constants of the compiler's, by which the kernels are specialized. */
+struct shape {
+    int bits;
+    int path;
+    int zero; /* has zero points */
+    int M;    /* rows of x */
+    int R;    /* rows of the weight worked on together */
+};
+enum {
+    EXACT,  /* fp32 products */
+    BFLOAT, /* bf16 products; 4 bits: chunks of 128 codes; 8 bits: of 64 */
+    WIDE,   /* bf16 products of 8-bit codes in chunks of 128: groups are multiples of 64 */
+    SHORT,  /* 8-bit codes times x in 16 bits, scaled chunk by chunk of 64 */
+};
+
+QKV_INLINE int chunk_length(int bits, int path) { return bits == 4 || path == WIDE ? 128 : 64; }
+
+/* Vectors of prepared x a chunk takes. */
+QKV_INLINE int chunk_vectors(int bits, int path) { return chunk_length(bits, path) / (path == EXACT ? 16 : 32); }
+
+/* ---- preparing x ---- */
+
+/* `count` elements of x from `from` on as fp32, then zeros up to `padded`. */
+TARGET static void load_x(const struct qkv_linear_job *job, ptrdiff_t from, ptrdiff_t count, float *to, int padded)
+{
+    if (count > padded) count = padded;
+    for (int i = 0; i < padded; i += 16) {
+        ptrdiff_t left = count - i;
+        __mmask16 mask = left >= 16 ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
+        __m512 value;
+        if (job->dtype == QKV_F32) {
+            value = _mm512_maskz_loadu_ps(mask, (const float *)job->x + from + i);
+        } else {
+            __m256i half = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)job->x + from + i);
+            value = job->dtype == QKV_F16
+                        ? _mm512_cvtph_ps(half)
+                        : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+        }
+        _mm512_store_ps(to + i, value);
+    }
+}
+
+/* Element `8 lane + vector` (4 bits, the two of a byte exchanged) or `4 lane + vector` to [vector][lane]. */
+TARGET static void order_exact(const float *x, float *to, int bits)
+{
+    int vectors = bits == 4 ? 8 : 4;
+    __m512i lanes = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                       _mm512_set1_epi32(vectors));
+    for (int v = 0; v < vectors; ++v)
+        _mm512_store_ps(to + 16 * v, _mm512_i32gather_ps(lanes, x + (bits == 4 ? v ^ 1 : v), 4));
+}
+
+/* 128 elements: 4 word + vector, the two of a byte exchanged, to [vector][word]. */
+TARGET static void order_nibbles(const uint16_t *x, __m512i *to)
+{
+    __m512i iota = _mm512_maskz_compress_epi16(0, _mm512_setzero_si512());
+    static const uint16_t words[32] = {0,  4,  8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60,
+                                       0,  4,  8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60};
+    iota = _mm512_loadu_si512(words);
+    for (int v = 0; v < 4; ++v) {
+        __m512i pick = _mm512_add_epi16(iota, _mm512_set1_epi16((short)(v ^ 1)));
+        __m512i first = _mm512_permutex2var_epi16(_mm512_load_si512(x), pick, _mm512_load_si512(x + 32));
+        __m512i second = _mm512_permutex2var_epi16(_mm512_load_si512(x + 64), pick, _mm512_load_si512(x + 96));
+        to[v] = _mm512_mask_blend_epi16(0xffff0000u, first, second);
+    }
+}
+
+/* Eight elements at a time, in the order in which unpacking the bytes of a vector gives them. */
+TARGET static void order_bytes(const uint16_t *x, __m512i *to, int path)
+{
+    for (int v = 0; v < (path == WIDE ? 4 : 2); ++v) {
+        for (int k = 0; k < 4; ++k) {
+            int eight = path == WIDE ? k / 2 * 8 + v / 2 * 4 + k % 2 * 2 + v % 2 : k * 2 + v;
+            _mm_store_si128((__m128i *)(to + v) + k, _mm_load_si128((const __m128i *)(x + 8 * eight)));
+        }
+    }
+}
+
+TARGET static __m512 lane_sums(const __m512i *ordered, int vectors)
+{
+    __m512 total = _mm512_setzero_ps();
+    for (int v = 0; v < vectors; ++v) {
+        __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(ordered[v], 16));
+        __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(ordered[v], _mm512_set1_epi32((int)0xffff0000u)));
+        total = _mm512_add_ps(total, _mm512_add_ps(even, odd));
+    }
+    return total;
+}
+
+/* 64 elements as 16-bit integers and the factor that turns these back; NaN and infinity spoil the factor. */
+TARGET static void order_short(const float *x, __m512i *to, float *sums)
+{
+    __m512 most = _mm512_setzero_ps(), spoilt = _mm512_setzero_ps(), part[4];
+    for (int i = 0; i < 4; ++i) {
+        part[i] = _mm512_load_ps(x + 16 * i);
+        most = _mm512_max_ps(most, _mm512_abs_ps(part[i]));
+        spoilt = _mm512_add_ps(spoilt, _mm512_sub_ps(part[i], part[i]));
+    }
+    float absmax = _mm512_reduce_max_ps(most);
+    __m512 inverse = _mm512_set1_ps(absmax > 1e-30f ? 32767.0f / absmax : 0.0f);
+    for (int v = 0; v < 2; ++v) {
+        __m256i low = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(part[2 * v], inverse)));
+        __m256i high = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(part[2 * v + 1], inverse)));
+        to[v] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    }
+    __m512i ones = _mm512_set1_epi16(1);
+    __m512i sum = _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(_mm512_setzero_si512(), to[0], ones), to[1], ones);
+    _mm512_store_ps(sums, _mm512_cvtepi32_ps(sum));
+    _mm512_store_ps(sums + 16, _mm512_set1_ps(absmax / 32767.0f + _mm512_reduce_add_ps(spoilt)));
+}
+
+/* Chunk `c` of row `m` of x: its vectors to job->px, what goes with them to job->psum. */
+TARGET static void prepare_chunk(struct qkv_linear_job *job, ptrdiff_t m, ptrdiff_t c, int bits, int path)
+{
+    int length = chunk_length(bits, path), vectors = chunk_vectors(bits, path);
+    ptrdiff_t at = c * job->rows + m, left = job->w.in - c * length, from = m * job->w.in + c * length;
+    char *to = (char *)job->px + at * vectors * 64;
+    __attribute__((aligned(64))) float values[128];
+    if (path == EXACT || path == SHORT) {
+        load_x(job, from, left, values, length);
+        if (path == EXACT) order_exact(values, (float *)to, bits);
+        else order_short(values, (__m512i *)to, job->psum + at * 32);
+        return;
+    }
+    uint16_t *halves = (uint16_t *)values;
+    if (left < length) memset(halves, 0, (size_t)length * 2);
+    memcpy(halves, (const uint16_t *)job->x + from, (size_t)(left < length ? left : length) * 2);
+    if (bits == 4) order_nibbles(halves, (__m512i *)to);
+    else order_bytes(halves, (__m512i *)to, path);
+    if (job->w.zero) _mm512_store_ps(job->psum + at * 16, lane_sums((__m512i *)to, vectors));
+}
+
+/* Which scales each chunk needs, and which of them each lane. */
+static void plan_groups(struct qkv_linear_job *job, int length)
+{
+    ptrdiff_t group = job->w.group, first = 0, offset = 0; /* where in group `first` the chunk begins */
+    for (ptrdiff_t c = 0; c < job->chunks; ++c) {
+        ptrdiff_t left = job->w.groups - first;
+        job->first[c] = (int32_t)first;
+        job->mask[c] = left >= 16 ? 0xffffu : (1u << left) - 1;
+        ptrdiff_t at = offset;
+        int32_t index = 0;
+        for (int lane = 0; lane < 16; ++lane, at += length / 16) {
+            if (at >= group) at -= group, ++index;
+            job->pattern[16 * c + lane] = index;
+        }
+        for (offset += length; offset >= group; offset -= group) ++first;
+    }
+}
+
+static void *carve(char **from, ptrdiff_t bytes)
+{
+    char *piece = *from;
+    *from += (bytes + 63) / 64 * 64;
+    return piece;
+}
+
+static int allocate(struct qkv_linear_job *job, int vectors)
+{
+    ptrdiff_t pieces = job->chunks * job->rows, plan = (job->chunks * 4 + 63) / 64 * 64;
+    job->scratch = malloc((size_t)(pieces * (vectors * 64 + 128) + job->chunks * 64 + 2 * plan + 64));
+    if (!job->scratch) return 0;
+    char *at = (char *)(((uintptr_t)job->scratch + 63) & ~(uintptr_t)63);
+    job->px = carve(&at, pieces * vectors * 64);
+    job->psum = carve(&at, pieces * 128);
+    job->pattern = carve(&at, job->chunks * 64);
+    job->first = carve(&at, job->chunks * 4);
+    job->mask = carve(&at, job->chunks * 4);
+    return 1;
+}
+
+/* ---- unpacking ---- */
+
+/* bf16 of the integers -128 ... 127, split into low and high bytes: [0] for codes 0 ... 127, [1] for -128 ... -1. */
+static uint8_t integer_low[2][128], integer_high[2][128];
+
+__attribute__((constructor)) static void fill_integers(void)
+{
+    for (int code = 0; code < 128; ++code) {
+        for (int negative = 0; negative < 2; ++negative) {
+            uint16_t half = (uint16_t)(qkv_bits((float)(negative ? code - 128 : code)) >> 16);
+            integer_low[negative][code] = (uint8_t)half;
+            integer_high[negative][code] = (uint8_t)(half >> 8);
+        }
+    }
+}
+
+/* 128 four-bit codes to four vectors of bf16. `halves` holds the levels twice: an index of five bits then ignores
+ * its highest one, which belongs to the next code. */
+INLINE void unpack_nibbles_bf16(__m512i raw, __m512i halves, __m512i *to)
+{
+    to[0] = _mm512_permutexvar_epi16(raw, halves);
+    to[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 4), halves);
+    to[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 8), halves);
+    to[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 12), halves);
+}
+
+/* 64 signed codes to two vectors of bf16, by tables of 128 bytes. */
+INLINE void unpack_bytes_bf16(__m512i raw, __m512i *to)
+{
+    const __m512i *low_table = (const __m512i *)integer_low, *high_table = (const __m512i *)integer_high;
+    __mmask64 negative = _mm512_movepi8_mask(raw);
+    __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(low_table), raw, _mm512_loadu_si512(low_table + 1));
+    __m512i high = _mm512_permutex2var_epi8(_mm512_loadu_si512(high_table), raw, _mm512_loadu_si512(high_table + 1));
+    __m512i below = _mm512_permutex2var_epi8(_mm512_loadu_si512(low_table + 2), raw, _mm512_loadu_si512(low_table + 3));
+    __m512i above =
+        _mm512_permutex2var_epi8(_mm512_loadu_si512(high_table + 2), raw, _mm512_loadu_si512(high_table + 3));
+    low = _mm512_mask_mov_epi8(low, negative, below);
+    high = _mm512_mask_mov_epi8(high, negative, above);
+    to[0] = _mm512_unpacklo_epi8(low, high);
+    to[1] = _mm512_unpackhi_epi8(low, high);
+}
+
+INLINE __m512 unpack_exact(__m512i raw, __m512 levels, const int bits, const int v)
+{
+    if (bits == 4) return _mm512_permutexvar_ps(_mm512_srli_epi32(raw, 4 * v), levels);
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(raw, 24 - 8 * v), 24));
+}
+
+/* ---- one tile: R output features for M rows of x ---- */
+
+/* Where the R rows of the weight begin. */
+struct rows {
+    const uint8_t *codes[4], *zero[4];
+    const float *scale[4];
+};
+
+/* What is the same for all rows of the weight in one chunk. */
+struct chunk {
+    ptrdiff_t byte, first;
+    __mmask64 mask;
+    __mmask16 held;
+    __m512i pattern;
+};
+
+INLINE struct chunk chunk_at(const struct qkv_linear_job *job, ptrdiff_t c, const int bits, const int path)
+{
+    const ptrdiff_t bytes = chunk_length(bits, path) * bits / 8, row_bytes = job->w.groups * job->w.group_bytes;
+    ptrdiff_t left = row_bytes - c * bytes;
+    struct chunk chunk = {c * bytes, job->first[c], left >= 64 ? ~0ull : (1ull << left) - 1,
+                          (__mmask16)job->mask[c], _mm512_load_si512(job->pattern + 16 * c)};
+    return chunk;
+}
+
+/* 64 codes or 128, as signed bytes where they are bytes. */
+INLINE __m512i load_codes(const struct rows *rows, int r, const struct chunk *chunk, const struct shape s)
+{
+    __m512i raw = _mm512_maskz_loadu_epi8(chunk->mask, rows->codes[r] + chunk->byte);
+    return s.bits == 8 && s.zero ? _mm512_xor_si512(raw, _mm512_set1_epi8((char)0x80)) : raw;
+}
+
+INLINE __m512 load_scale(const struct rows *rows, int r, const struct chunk *chunk)
+{
+    return _mm512_permutexvar_ps(chunk->pattern, _mm512_maskz_loadu_ps(chunk->held, rows->scale[r] + chunk->first));
+}
+
+INLINE __m512 load_zero(const struct rows *rows, int r, const struct chunk *chunk, const struct shape s)
+{
+    if (!s.zero) return _mm512_setzero_ps();
+    __m512i point = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(chunk->held, rows->zero[r] + chunk->first));
+    if (s.bits == 8) point = _mm512_sub_epi32(point, _mm512_set1_epi32(128));
+    return _mm512_permutexvar_ps(chunk->pattern, _mm512_cvtepi32_ps(point));
+}
+
+INLINE __m512 dot_bf16(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+
+/* For one row of x the chunk's sum is scaled; for more, the weight is, once. */
+INLINE void chunk_exact(const struct rows *rows, const struct chunk *chunk, const char *x, __m512 levels, __m512 *acc,
+                        const struct shape s)
+{
+    const int vectors = chunk_vectors(s.bits, EXACT);
+    __m512i raw[4];
+    __m512 scale[4], zero[4], sum[4];
+    QKV_UNROLL
+    for (int r = 0; r < s.R; ++r) {
+        raw[r] = load_codes(rows, r, chunk, s);
+        scale[r] = load_scale(rows, r, chunk);
+        zero[r] = load_zero(rows, r, chunk, s);
+        sum[r] = _mm512_setzero_ps();
+    }
+    QKV_UNROLL
+    for (int v = 0; v < vectors; ++v) {
+        __m512 value[4];
+        QKV_UNROLL
+        for (int r = 0; r < s.R; ++r) {
+            value[r] = unpack_exact(raw[r], levels, s.bits, v);
+            if (s.zero) value[r] = _mm512_sub_ps(value[r], zero[r]);
+            if (s.M > 1) value[r] = _mm512_mul_ps(value[r], scale[r]);
+        }
+        QKV_UNROLL
+        for (int m = 0; m < s.M; ++m) {
+            __m512 piece = _mm512_load_ps((const float *)(x + 64 * (m * vectors + v)));
+            QKV_UNROLL
+            for (int r = 0; r < s.R; ++r) {
+                __m512 *to = s.M > 1 ? acc + r * s.M + m : sum + r;
+                *to = _mm512_fmadd_ps(value[r], piece, *to);
+            }
+        }
+    }
+    if (s.M == 1) {
+        QKV_UNROLL
+        for (int r = 0; r < s.R; ++r) acc[r] = _mm512_fmadd_ps(sum[r], scale[r], acc[r]);
+    }
+}
+
+INLINE void chunk_bf16(const struct rows *rows, const struct chunk *chunk, const char *x, const float *x_sum,
+                       __m512i halves, __m512 *acc, const struct shape s)
+{
+    const int vectors = chunk_vectors(s.bits, s.path);
+    __m512i value[4][4];
+    __m512 scale[4], zero[4];
+    QKV_UNROLL
+    for (int r = 0; r < s.R; ++r) {
+        __m512i raw = load_codes(rows, r, chunk, s);
+        scale[r] = load_scale(rows, r, chunk);
+        zero[r] = load_zero(rows, r, chunk, s);
+        if (s.bits == 4) {
+            unpack_nibbles_bf16(raw, halves, value[r]);
+        } else if (s.path == WIDE) { /* lanes 0-7 hold the first 64 codes, lanes 8-15 the second */
+            struct chunk next = *chunk;
+            next.byte += 64;
+            next.mask = chunk->held_second;
+            __m512i second = load_codes(rows, r, &next, s);
+            unpack_bytes_bf16(_mm512_shuffle_i64x2(raw, second, 0x44), value[r]);
+            unpack_bytes_bf16(_mm512_shuffle_i64x2(raw, second, 0xee), value[r] + 2);
+        } else {
+            unpack_bytes_bf16(raw, value[r]);
+        }
+    }
+    QKV_UNROLL
+    for (int m = 0; m < s.M; ++m) {
+        __m512 sum[4];
+        QKV_UNROLL
+        for (int v = 0; v < vectors; ++v) {
+            __m512i piece = _mm512_load_si512(x + 64 * (m * vectors + v));
+            QKV_UNROLL
+            for (int r = 0; r < s.R; ++r) sum[r] = dot_bf16(v ? sum[r] : _mm512_setzero_ps(), value[r][v], piece);
+        }
+        QKV_UNROLL
+        for (int r = 0; r < s.R; ++r) {
+            if (s.zero) sum[r] = _mm512_fnmadd_ps(zero[r], _mm512_load_ps(x_sum + 16 * m), sum[r]);
+            acc[r * s.M + m] = _mm512_fmadd_ps(sum[r], scale[r], acc[r * s.M + m]);
+        }
+    }
+}
+
+/* One row of x; x_sum holds the sums of the integers and the factor of the chunk. */
+INLINE void chunk_short(const struct rows *rows, const struct chunk *chunk, const char *x, const float *x_sum,
+                        __m512 *acc, const struct shape s)
+{
+    __m512i first = _mm512_load_si512(x), second = _mm512_load_si512(x + 64);
+    __m512 factor = _mm512_load_ps(x_sum + 16);
+    QKV_UNROLL
+    for (int r = 0; r < s.R; ++r) {
+        __m512i raw = load_codes(rows, r, chunk, s);
+        __m512i low = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(raw));
+        __m512i high = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(raw, 1));
+        __m512i whole = _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(_mm512_setzero_si512(), low, first), high, second);
+        __m512 sum = _mm512_cvtepi32_ps(whole);
+        if (s.zero) sum = _mm512_fnmadd_ps(load_zero(rows, r, chunk, s), _mm512_load_ps(x_sum), sum);
+        acc[r] = _mm512_fmadd_ps(sum, _mm512_mul_ps(load_scale(rows, r, chunk), factor), acc[r]);
+    }
+}

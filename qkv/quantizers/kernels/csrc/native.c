@@ -1,0 +1,166 @@
+/* The exported functions: choose the back end, prepare the job, run it on torch's threads. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "native.h"
+
+const float qkv_nf4_levels[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
+    -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
+    0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
+};
+
+/* ---- threads ---- */
+
+/* GOMP_parallel of the OpenMP runtime that torch itself uses, handed over by the loader. Asking for it by address
+ * instead of linking with OpenMP means that there is never a second pool of threads beside torch's. */
+typedef void (*parallel_function)(void (*)(void *), void *, unsigned, unsigned);
+static parallel_function run_parallel;
+
+QKV_EXPORT void qkv_set_parallel(void *function) { memcpy(&run_parallel, &function, sizeof function); }
+
+struct loop {
+    qkv_body body;
+    void *job;
+    ptrdiff_t count, step, next;
+};
+
+static void drain(void *pointer)
+{
+    struct loop *loop = pointer;
+    for (;;) {
+        ptrdiff_t begin = __atomic_fetch_add(&loop->next, loop->step, __ATOMIC_RELAXED);
+        if (begin >= loop->count) return;
+        ptrdiff_t end = begin + loop->step;
+        loop->body(loop->job, begin, end < loop->count ? end : loop->count);
+    }
+}
+
+void qkv_for(ptrdiff_t count, ptrdiff_t step, int threads, qkv_body body, void *job)
+{
+    if (count <= 0) return;
+    if (threads < 2 || count <= step || !run_parallel) {
+        body(job, 0, count);
+        return;
+    }
+    struct loop loop = {body, job, count, step, 0};
+    run_parallel(drain, &loop, (unsigned)threads, 0);
+}
+
+/* Four helpings a thread, so that one that was held up does not hold up the others; whole multiples of eight rows. */
+static ptrdiff_t helping(ptrdiff_t count, int threads)
+{
+    ptrdiff_t step = (count + 4 * threads - 1) / (4 * threads);
+    return (step + 7) / 8 * 8;
+}
+
+/* Below this many multiplications a second thread costs more than it brings. */
+static int useful_threads(int threads, ptrdiff_t work) { return work < 65536 ? 1 : threads; }
+
+/* ---- dispatch ---- */
+
+static const struct qkv_ops *ops = &qkv_portable_ops;
+static int level = QKV_PORTABLE;
+
+static int highest_level(void)
+{
+#if QKV_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
+        __builtin_cpu_supports("avx512bf16"))
+        return QKV_AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return QKV_AVX2;
+#endif
+    return QKV_PORTABLE;
+}
+
+/* Uses the best back end that the processor has and that is no higher than `limit`; returns the one chosen. */
+QKV_EXPORT int qkv_set_level(int limit)
+{
+    int highest = highest_level();
+    level = limit < highest ? limit : highest;
+    ops = &qkv_portable_ops;
+#if QKV_X86
+    if (level == QKV_AVX2) ops = &qkv_avx2_ops;
+    if (level == QKV_AVX512) ops = &qkv_avx512_ops;
+#endif
+    return level;
+}
+
+QKV_EXPORT int qkv_get_level(void) { return level; }
+
+/* ---- the verbs ---- */
+
+static struct qkv_weight weight(const void *codes, const float *scale, const uint8_t *zero, int kind, ptrdiff_t out,
+                                ptrdiff_t in, ptrdiff_t group)
+{
+    struct qkv_weight w = {codes, scale, zero, kind, out, in, group, (in + group - 1) / group, 0};
+    w.group_bytes = kind == QKV_INT8 ? group : (group + 1) / 2;
+    return w;
+}
+
+/* y = x weight^T + bias. Returns 0, or 1 when there was no memory for the prepared x. */
+QKV_EXPORT int qkv_linear(const void *x, const void *codes, const float *scale, const uint8_t *zero, const void *bias,
+                          void *y, ptrdiff_t rows, ptrdiff_t out, ptrdiff_t in, ptrdiff_t group, int kind, int dtype,
+                          int bias_dtype, int fast, int threads)
+{
+    ptrdiff_t size = dtype == QKV_F32 ? 4 : 2;
+    if (in == 0 || out == 0) rows = out ? rows : 0;
+    for (ptrdiff_t start = 0; start < rows; start += QKV_MAX_ROWS) {
+        struct qkv_linear_job job = {.w = weight(codes, scale, zero, kind, out, in, group)};
+        job.x = (const char *)x + start * in * size;
+        job.y = (char *)y + start * out * size;
+        job.bias = bias;
+        job.dtype = dtype;
+        job.bias_dtype = bias_dtype;
+        job.fast = fast;
+        job.rows = rows - start < QKV_MAX_ROWS ? rows - start : QKV_MAX_ROWS;
+        qkv_body body = ops->linear(&job);
+        if (!body) return 1;
+        int used = useful_threads(threads, out * in * (job.rows + 3) / 4);
+        qkv_for(out, helping(out, used), used, body, &job);
+        free(job.scratch);
+    }
+    return 0;
+}
+
+QKV_EXPORT void qkv_dequantize(const void *codes, const float *scale, const uint8_t *zero, void *y, ptrdiff_t out,
+                               ptrdiff_t in, ptrdiff_t group, int kind, int dtype, int threads)
+{
+    struct qkv_dequantize_job job = {weight(codes, scale, zero, kind, out, in, group), y, dtype};
+    int used = useful_threads(threads, out * in);
+    qkv_for(out, helping(out, used), used, ops->dequantize, &job);
+}
+
+/* ---- the yardstick ---- */
+
+struct read_job {
+    const uint64_t *words;
+    uint64_t sum;
+};
+
+/* 64-byte lines [begin, end) as four streams. */
+static void read_lines(void *pointer, ptrdiff_t begin, ptrdiff_t end)
+{
+    struct read_job *job = pointer;
+    ptrdiff_t length = (end - begin) / 4;
+    const uint64_t *from = job->words + begin * 8;
+    uint64_t sums[4][8] = {{0}};
+    for (ptrdiff_t i = 0; i < length * 8; i += 8)
+        for (int stream = 0; stream < 4; ++stream)
+            for (int lane = 0; lane < 8; ++lane) sums[stream][lane] += from[stream * length * 8 + i + lane];
+    uint64_t sum = 0;
+    for (int i = 0; i < 32; ++i) sum += sums[i / 8][i % 8];
+    for (ptrdiff_t i = length * 32; i < (end - begin) * 8; ++i) sum += from[i];
+    __atomic_fetch_add(&job->sum, sum, __ATOMIC_RELAXED);
+}
+
+QKV_EXPORT uint64_t qkv_read(const void *from, ptrdiff_t bytes, int threads)
+{
+    struct read_job job = {from, 0};
+    qkv_for(bytes / 64, helping(bytes / 64, threads), threads, read_lines, &job);
+    return job.sum;
+}

@@ -1,0 +1,93 @@
+/* What the back ends of the native library share: the stored layout, the jobs, the table of functions.
+ *
+ * A weight is [out, in]; its groups run along `in`, `groups` of them a row, each stored in `group_bytes` bytes.
+ * Four-bit codes lie two a byte, the first of a pair in the high nibble. The last group of a row may be short:
+ * it is stored padded, and what it decodes to past `in` is never used.
+ */
+#ifndef QKV_NATIVE_H
+#define QKV_NATIVE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define QKV_EXPORT __declspec(dllexport)
+#else
+#define QKV_EXPORT __attribute__((visibility("default")))
+#endif
+
+#if (defined(__x86_64__) || defined(__amd64__)) && (defined(__GNUC__) || defined(__clang__))
+#define QKV_X86 1
+#else
+#define QKV_X86 0
+#endif
+
+#define QKV_INLINE static inline __attribute__((always_inline))
+#define QKV_UNROLL _Pragma("GCC unroll 16")
+
+enum qkv_kind { QKV_INT8 = 0, QKV_INT4 = 1, QKV_NF4 = 2 };
+enum qkv_dtype { QKV_F32 = 0, QKV_BF16 = 1, QKV_F16 = 2 };
+enum qkv_level { QKV_PORTABLE = 0, QKV_AVX2 = 1, QKV_AVX512 = 2 };
+
+enum { QKV_MAX_ROWS = 16 }; /* rows of x one pass over the weight serves */
+
+struct qkv_weight {
+    const uint8_t *codes;
+    const float *scale;  /* [out, groups] */
+    const uint8_t *zero; /* [out, groups], or NULL when symmetric */
+    int kind;
+    ptrdiff_t out, in, group, groups, group_bytes;
+};
+
+/* x [rows, in] times the transposed weight, for at most QKV_MAX_ROWS rows. */
+struct qkv_linear_job {
+    struct qkv_weight w;
+    const void *x, *bias;
+    void *y; /* [rows, out], in x's dtype */
+    int dtype, bias_dtype, fast;
+    ptrdiff_t rows;
+    /* What `prepare` makes of x, once a call; the layouts belong to each back end. */
+    void *scratch;
+    void *px;          /* x in the order in which the codes are unpacked, padded with zeros */
+    float *psum;       /* sums of x that a zero point multiplies */
+    int32_t *pattern;  /* [chunks, lanes]: the group of each lane, counted from first[chunk] */
+    int32_t *first;    /* [chunks] */
+    uint32_t *mask;    /* [chunks]: which of the following scales exist */
+    ptrdiff_t chunks, padded_rows;
+};
+
+struct qkv_dequantize_job {
+    struct qkv_weight w;
+    void *y; /* [out, in] */
+    int dtype;
+};
+
+struct qkv_quantize_job {
+    const void *x; /* [out, in] */
+    int dtype, kind, symmetric;
+    ptrdiff_t out, in, group, groups, group_bytes;
+    uint8_t *codes, *zero;
+    float *scale;
+};
+
+typedef void (*qkv_body)(void *job, ptrdiff_t begin, ptrdiff_t end);
+
+struct qkv_ops {
+    /* Returns the function that computes output features [begin, end), or NULL when out of memory. */
+    qkv_body (*linear)(struct qkv_linear_job *job);
+    qkv_body dequantize;
+    qkv_body quantize;
+};
+
+extern const struct qkv_ops qkv_portable_ops;
+#if QKV_X86
+extern const struct qkv_ops qkv_avx2_ops, qkv_avx512_ops;
+#endif
+
+extern const float qkv_nf4_levels[16];
+extern const float qkv_nf4_midpoints[15];
+
+/* Runs body over [0, count) on up to `threads` threads of torch's own pool, `step` items at a time. */
+void qkv_for(ptrdiff_t count, ptrdiff_t step, int threads, qkv_body body, void *job);
+
+#endif

@@ -1,0 +1,22 @@
+"""QuantizedLinear: the drop-in for ``nn.Linear`` (and for GPT-2's ``Conv1D``, whose weight it holds transposed)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from qkv.quantizers import kernels
+from qkv.quantizers.holder import Holder
+
+
+class QuantizedLinear(Holder, nn.Linear):
+    """``y = x @ weight.T + bias`` with a quantized weight ``[out_features, in_features]``.
+
+    Gradients flow to the input and the bias; the weight is not trained. The output has x's dtype.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, in input's dtype."""
+        return kernels.linear(input, self.quantized(), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, format={self.specs['weight'].format}"

@@ -1,0 +1,180 @@
+"""``quantize_tensor``: a float tensor in, a :class:`QuantizedTensor` out, a few million elements at a time."""
+
+from __future__ import annotations
+
+from math import ceil, prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qkv.errors import QkvError
+from qkv.quantizers import integer, nf4
+from qkv.quantizers.double_quant import NestedScale, decode_scale, encode_scale
+from qkv.quantizers.format import Format
+from qkv.quantizers.grouping import row_chunks, to_groups
+from qkv.quantizers.packing import pack_nibbles
+from qkv.quantizers.tensor import QuantizedTensor
+
+SOURCE_DTYPES = tuple(
+    getattr(torch, name)
+    for name in ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+)
+"""Dtypes that can be quantized; each gives what its float32 value gives."""
+
+
+class _Range(NamedTuple):
+    """Smallest and largest value of each group, ``float32 [rows, groups]``, with 0 between them."""
+
+    low: Tensor
+    high: Tensor
+
+
+def quantize_tensor(x: Tensor, format: str | Format = "nf4", *, name: str = "tensor") -> QuantizedTensor:
+    """Quantize a float tensor, group by group along its last dimension.
+
+    Args:
+        x: ``[..., out, in]``, 1-D or more, float32, bfloat16, float16, float64 or float8; any strides;
+            it is not changed.
+        format: a :class:`Format` or its spelling, ``"nf4"``, ``"int8:g64:asym"``, ``"int4:row:double"``.
+        name: what error messages call the tensor.
+
+    Raises:
+        QkvError: a dtype that is not a float, a NaN, an infinity, or a value beyond float32's range.
+
+    Example:
+        >>> t = quantize_tensor(torch.randn(64, 256), "int8:g64")
+        >>> float((t.dequantize() - t.dequantize()).abs().max())
+        0.0
+    """
+    format = Format.parse(format)
+    _check(x, name)
+    rows = _rows(x)
+    ranges = _ranges(rows, format, name)
+    scale, zero, nested = _scales(ranges, format)
+    codes = _codes(rows, format, ranges, scale, zero)
+    return _assemble(x, format, codes, nested or scale, zero)
+
+
+def check_quantizable(x: Tensor, name: str) -> None:
+    """Raise what :func:`quantize_tensor` would raise for ``x``, without quantizing it."""
+    _check(x, name)
+    _ranges(_rows(x), Format("int8", "row"), name)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.detach().reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def _check(x: Tensor, name: str) -> None:
+    if x.dtype not in SOURCE_DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in SOURCE_DTYPES)
+        raise QkvError(f"{name} is {str(x.dtype).removeprefix('torch.')}; only floats can be quantized: {known}")
+    if x.device.type == "meta":
+        raise QkvError(f"{name} is on the meta device and has no values; load the weights first")
+    if x.dim() == 0:
+        raise QkvError(f"{name} is a single number (0-D); quantize tensors of one dimension or more")
+
+
+def _chunks(rows: Tensor, length: int) -> list[slice]:
+    return list(row_chunks(rows.shape[0], max(rows.shape[1], length)))
+
+
+def _ranges(rows: Tensor, format: Format, name: str) -> _Range:
+    """Range of every group; the whole tensor counts as one group under ``tensor``."""
+    num_rows, columns = rows.shape
+    length = format.group_length(columns)
+    low = torch.zeros((num_rows, ceil(columns / length)), dtype=torch.float32, device=rows.device)
+    high = torch.zeros_like(low)
+    for part in _chunks(rows, length):
+        if columns:
+            groups = to_groups(rows[part].to(torch.float32), length)
+            torch.clamp(groups.amin(-1), max=0, out=low[part])
+            torch.clamp(groups.amax(-1), min=0, out=high[part])
+    if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
+        _refuse_non_finite(rows, name)
+    if format.group_size == "tensor" and low.numel():
+        low, high = low.amin().reshape(1, 1), high.amax().reshape(1, 1)
+    return _Range(low, high)
+
+
+def _refuse_non_finite(rows: Tensor, name: str) -> None:
+    count, first = 0, None
+    for part in row_chunks(*rows.shape):
+        bad = ~torch.isfinite(rows[part].to(torch.float32))
+        found = int(bad.sum())
+        if found and first is None:
+            row, column = (int(i) for i in bad.nonzero()[0])
+            first = (part.start + row, column)
+        count += found
+    assert first is not None
+    value = float(rows[first])
+    what = f"{value}" if value != value or abs(value) == float("inf") else f"{value:g}, beyond float32's range"
+    raise QkvError(
+        f"{name} has {count:,} values that are NaN, infinite or not finite in float32, the first at row {first[0]}, "
+        f"column {first[1]} ({what}); repair the weights before quantizing them"
+    )
+
+
+def _scales(ranges: _Range, format: Format) -> tuple[Tensor, Tensor | None, NestedScale | None]:
+    """Scales as they will be read back, zero points, and the 8-bit form of the scales if asked for."""
+    absmax = torch.maximum(-ranges.low, ranges.high)
+    zero = None
+    if format.name == "nf4":
+        scale = absmax
+    elif format.symmetric:
+        scale = integer.symmetric_scale(absmax, format.bits)
+    else:
+        scale, zero = integer.asymmetric_scale(ranges.low, ranges.high, format.bits)
+    if not format.double_quant:
+        return scale, zero, None
+    nested = encode_scale(scale, never_below=format.name != "nf4")
+    scale = decode_scale(nested)
+    if zero is not None:
+        zero = integer.zero_point(ranges.low, scale, format.bits)
+    return scale, zero, nested
+
+
+def _codes(rows: Tensor, format: Format, ranges: _Range, scale: Tensor, zero: Tensor | None) -> Tensor:
+    num_rows, columns = rows.shape
+    (_, *stored), dtype = format.layout((num_rows, columns))[""]
+    codes = torch.empty((num_rows, *stored), dtype=dtype, device=rows.device)
+    length = format.group_length(columns)
+    absmax = torch.maximum(-ranges.low, ranges.high)
+    for part in _chunks(rows, length) if columns else []:
+        groups = to_groups(rows[part].to(torch.float32), length)
+        pick = slice(0, 1) if format.group_size == "tensor" else part
+        if format.name == "nf4":
+            chunk = nf4.encode(groups, absmax[pick].expand(groups.shape[:2]))
+        else:
+            chunk = integer.encode(groups, scale[pick], None if zero is None else zero[pick], format.bits)
+        codes[part] = chunk if format.bits == 8 else pack_nibbles(chunk)
+    return codes
+
+
+def _assemble(
+    x: Tensor, format: Format, codes: Tensor, scale: Tensor | NestedScale, zero: Tensor | None
+) -> QuantizedTensor:
+    """Give the parts the shapes of :meth:`Format.layout`."""
+    layout = format.layout(tuple(x.shape))
+    parts = {"": codes, "_zero": zero}
+    if isinstance(scale, NestedScale):
+        parts |= {"_scale": scale.codes, "_scale_absmax": scale.absmax, "_scale_offset": scale.offset}
+    else:
+        parts["_scale"] = scale
+    shaped = {
+        suffix: tensor.reshape(layout[suffix][0]).contiguous()
+        for suffix, tensor in parts.items()
+        if tensor is not None
+    }
+    assert all(prod(layout[suffix][0]) == tensor.numel() for suffix, tensor in shaped.items())
+    return QuantizedTensor(
+        format,
+        tuple(x.shape),
+        x.dtype,
+        shaped[""],
+        shaped["_scale"],
+        shaped.get("_zero"),
+        shaped.get("_scale_absmax"),
+        shaped.get("_scale_offset"),
+    )
