@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from qkv.checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
     from qkv.errors import CheckpointError as CheckpointError
     from qkv.errors import QkvError as QkvError
-    from qkv.footprint import Footprint as Footprint
-    from qkv.footprint import footprint as footprint
+    from qkv.memory.footprint import Footprint as Footprint
+    from qkv.memory.footprint import footprint as footprint
     from qkv.integration.hf_quantizer import QkvConfig as QkvConfig
     from qkv.integration.load import load as load
     from qkv.integration.patch import dequantize_ as dequantize_
@@ -33,14 +33,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "CheckpointError": "qkv.errors",
     "FORMATS": "qkv.quantizers.format",
-    "Footprint": "qkv.footprint",
+    "Footprint": "qkv.memory.footprint",
     "Format": "qkv.quantizers.format",
     "QkvConfig": "qkv.integration.hf_quantizer",
     "QkvError": "qkv.errors",
     "QuantizedTensor": "qkv.quantizers.tensor",
     "dequantize_": "qkv.integration.patch",
     "dequantize_checkpoint": "qkv.checkpoint.dequantize",
-    "footprint": "qkv.footprint",
+    "footprint": "qkv.memory.footprint",
     "load": "qkv.integration.load",
     "patched": "qkv.integration.patch",
     "quantize_": "qkv.integration.patch",

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from qkv.cache.hadamard import spread
 from qkv.errors import QkvError
 from qkv.quantizers import integer, nf4
 from qkv.quantizers.packing import pack_crumbs, pack_nibbles, unpack_crumbs, unpack_nibbles
@@ -37,6 +38,8 @@ class Codec:
             token, over ``group_size`` channels).
         group_size: elements that share a scale: at most 64 (32 for ``int2``) unless said otherwise. A
             group never crosses a block or a head; where it does not divide them, groups are equal and shorter.
+        rotate: encode after a Hadamard rotation of the channels, which queries and outputs follow. None: for
+            ``int2`` and ``nf4``, whose few levels an outlier would waste.
 
     Raises:
         QkvError: a name, axis or group size that does not exist.
@@ -45,6 +48,7 @@ class Codec:
     name: str
     axis: str = "token"
     group_size: int | None = None
+    rotate: bool | None = None
 
     def __post_init__(self) -> None:
         if self.name not in BITS:
@@ -57,7 +61,7 @@ class Codec:
 
     @classmethod
     def parse(cls, text: str | Codec, axis: str = "token") -> Codec:
-        """Read ``name[:channel|:token][:gN]``; ``axis`` is what holds when the text names none."""
+        """Read ``name[:channel|:token][:gN][:rotate|:plain]``; ``axis`` is what holds when the text names none."""
         if isinstance(text, Codec):
             return text
         if not isinstance(text, str):
@@ -71,7 +75,13 @@ class Codec:
     def __str__(self) -> str:
         if self.is_exact:
             return self.name
-        return f"{self.name}:{self.axis}" + (f":g{self.group_size}" if self.group_size else "")
+        rotate = "" if self.rotate is None else ":rotate" if self.rotate else ":plain"
+        return f"{self.name}:{self.axis}" + (f":g{self.group_size}" if self.group_size else "") + rotate
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether codes are of rotated channels."""
+        return not self.is_exact and (self.name in ("int2", "nf4") if self.rotate is None else self.rotate)
 
     @property
     def is_exact(self) -> bool:
@@ -112,12 +122,13 @@ class Codec:
         infinity comes back NaN, as an exact cache would spread it."""
         if self.is_exact:
             return {"codes": x.contiguous()}
-        groups = self._to_groups(x.float())
+        x = x.float()
+        groups = self._to_groups(spread(x) if self.is_rotated else x)
         low, high = groups.amin(-1), groups.amax(-1)
         stored: dict[str, Tensor] = {}
         if self.name == "nf4":
             stored["scale"] = _cover(torch.maximum(high, -low))
-            codes = nf4.encode(groups.nan_to_num(), stored["scale"].float().nan_to_num())
+            codes = nf4.encode(groups.nan_to_num().contiguous(), stored["scale"].float().nan_to_num())
         else:
             stored["scale"], stored["zero"] = _affine(low, high, self.bits)
             scale = stored["scale"].float().nan_to_num()
@@ -134,7 +145,8 @@ class Codec:
             groups = nf4.decode(codes, scale)
         else:
             groups = integer.decode(codes, scale, stored["zero"], self.bits)
-        return self._from_groups(groups).to(dtype)
+        x = self._from_groups(groups)
+        return (spread(x) if self.is_rotated else x).to(dtype)
 
     def _to_groups(self, x: Tensor) -> Tensor:
         """``[..., tokens, dim]`` to ``[..., groups along tokens, dim, g]`` or ``[..., tokens, groups, g]``."""
@@ -173,12 +185,14 @@ def _affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return scale, zero.to(torch.int16)
 
 
-def _option(option: str, text: str) -> dict[str, str | int]:
+def _option(option: str, text: str) -> dict[str, str | int | bool]:
     if option in AXES:
         return {"axis": option}
+    if option in ("rotate", "plain"):
+        return {"rotate": option == "rotate"}
     if option.startswith("g") and option[1:].isdecimal():
         return {"group_size": int(option[1:])}
-    raise QkvError(f"unknown option {option!r} in cache codec {text!r}; options: channel, token, gN")
+    raise QkvError(f"unknown option {option!r} in cache codec {text!r}; options: channel, token, gN, rotate, plain")
 
 
 CODECS: Final[dict[str, Codec]] = {name: Codec(name) for name in BITS}

@@ -126,48 +126,44 @@ def _checked_metadata(path: Path, metadata: object) -> dict[str, str]:
 
 
 def _entry(path: Path, data_start: int, name: str, fields: object) -> TensorEntry:
-    where = f"{path}: tensor {shown(name)}"
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{where} must be described by an object, not {shown(fields)}")
     try:
         name.encode("utf-8")
+        dtype, shape, begin, nbytes = _checked_fields(fields)
     except UnicodeEncodeError:
-        raise CheckpointError(f"{where} has a name that is not valid Unicode") from None
-    dtype = _checked_dtype(where, fields.get("dtype"))
-    shape = _checked_sizes(where, "shape", fields.get("shape"))
-    begin, end = _checked_offsets(where, fields.get("data_offsets"))
-    try:
-        nbytes = checked_nbytes(shape, dtype)
-    except OverflowError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-    if end - begin != nbytes:
-        raise CheckpointError(
-            f"{where} of {dtype} {shown(list(shape))} takes {nbytes} bytes, its offsets hold {end - begin}"
-        )
+        raise CheckpointError(f"{path}: the tensor name {shown(name)} is not valid Unicode") from None
+    except (CheckpointError, OverflowError) as error:
+        raise CheckpointError(f"{path}: tensor {shown(name)}: {error}") from None
     return TensorEntry(name, dtype, shape, nbytes, path, data_start + begin)
 
 
-def _checked_dtype(where: str, dtype: object) -> torch.dtype:
+def _checked_fields(fields: object) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    """Return the dtype, the shape, the byte of the data at which the tensor begins, and its bytes."""
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"must be described by an object, not {shown(fields)}")
+    dtype = _checked_dtype(fields.get("dtype"))
+    shape = _checked_sizes("shape", fields.get("shape"))
+    offsets = _checked_sizes("data_offsets", fields.get("data_offsets"))
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(
+            f"data_offsets must be [begin, end] with begin <= end, not {shown(list(offsets))}"
+        )
+    nbytes = checked_nbytes(shape, dtype)
+    if offsets[1] - offsets[0] != nbytes:
+        held = offsets[1] - offsets[0]
+        raise CheckpointError(f"{dtype} {shown(list(shape))} takes {nbytes} bytes, its offsets hold {held}")
+    return dtype, shape, offsets[0], nbytes
+
+
+def _checked_dtype(dtype: object) -> torch.dtype:
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{where} has the unknown dtype {shown(dtype)}; known: {', '.join(DTYPES)}")
+        raise CheckpointError(f"unknown dtype {shown(dtype)}; known are {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
-def _checked_offsets(where: str, value: object) -> tuple[int, int]:
-    offsets = _checked_sizes(where, "data_offsets", value)
-    if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(
-            f"{where}: data_offsets must be [begin, end] with begin <= end, not {shown(value)}"
-        )
-    return offsets[0], offsets[1]
-
-
-def _checked_sizes(where: str, field: str, value: object) -> tuple[int, ...]:
+def _checked_sizes(field: str, value: object) -> tuple[int, ...]:
     # type() and not isinstance(): JSON's true is an int to Python.
     if not isinstance(value, list) or not all(type(n) is int and 0 <= n <= _MAX_INT64 for n in value):
-        raise CheckpointError(
-            f"{where}: {field} must be a list of integers from 0 to 2**63-1, not {shown(value)}"
-        )
+        raise CheckpointError(f"{field} must be a list of integers from 0 to 2**63-1, not {shown(value)}")
     return tuple(value)
 
 

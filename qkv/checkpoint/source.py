@@ -56,6 +56,11 @@ class Source:
             _check_index(directory, weight_map, entries)
         return cls(path, directory, shards, entries, _read_config(directory))
 
+    @staticmethod
+    def config_of(directory: str | Path) -> dict[str, Any]:
+        """Return what a folder's `config.json` says, for a folder that has no weights yet."""
+        return _read_config(_checked_directory(Path(directory)))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, headers not counted."""

@@ -41,14 +41,15 @@ def is_weight_file(name: str) -> bool:
 def find_weights(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
     """Return the safetensors files to read, by name, and the shard of each tensor where an index says so.
 
-    An index wins over `model.safetensors`, which wins over a single file of another name.
+    `model.safetensors` wins over an index, as it does in transformers, and both win over a single file of
+    another name.
 
     Raises:
         CheckpointError: no safetensors (pickles are never opened), or several and no index, or a bad index.
     """
     home = model_home(directory)
     index = directory / INDEX_NAME
-    if index.is_file():
+    if index.is_file() and not (directory / "model.safetensors").exists():
         weight_map = read_index(index, home)
         return sorted(set(weight_map.values())), weight_map
     shard = _only_file(directory)

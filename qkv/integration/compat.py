@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -25,3 +28,109 @@ def copy_converter(converter: Any, sources: list[str], targets: list[str]) -> An
     if hasattr(converter, "copy"):
         return converter.copy(sources, targets, operations=operations)
     return type(converter)(sources, targets, operations=operations)
+
+
+def checkpoint_renamer(model: Any) -> Callable[[str], tuple[str, bool]]:
+    """A function from a tensor's name in a file to its name in ``model`` and whether it is reshaped on the way.
+
+    Follows transformers' own rules for the model: prefixes, renamings, experts fused into one parameter.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    names = dict(model.state_dict())
+
+    def rename(name: str) -> tuple[str, bool]:
+        found, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
+        if found not in names and name in names:
+            return name, False
+        return found, pattern is not None
+
+    return rename
+
+
+def gguf_options() -> dict[str, Any]:
+    """What makes ``from_pretrained(gguf_file=...)`` return plain floats; older versions do so by themselves."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def cache_argument(model: Any) -> str:
+    """What this model's ``forward`` and ``generate`` call their cache: ``cache`` since transformers 5.22 or so,
+    ``past_key_values`` before."""
+    import inspect
+
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def stock_layers(config: Any) -> list[Any]:
+    """The cache layers transformers itself would make for a model, in the order of its layers."""
+    from transformers import DynamicCache
+
+    return list(DynamicCache(config=config).layers)
+
+
+_INTERLEAVED = frozenset(
+    "codegen cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe glm glm4 gptj helium llama4_text".split()
+)
+
+
+def rotary_angles(config: Any) -> tuple[tuple[float, ...], int, str] | None:
+    """Radians a position of each rotary pair, trained positions, and why keys cannot be turned ("" if they can).
+
+    None for a model without rotary positions.
+    """
+    parameters = getattr(config, "rope_parameters", None)
+    if isinstance(parameters, dict) and "full_attention" in parameters:
+        parameters = parameters["full_attention"]
+    theta = (parameters or {}).get("rope_theta") or getattr(config, "rope_theta", None)
+    if theta is None:
+        return None
+    trained = int(getattr(config, "max_position_embeddings", 2**31))
+    kind = (parameters or {}).get("rope_type", "default")
+    if config.model_type in _INTERLEAVED:
+        return (), trained, f"{config.model_type} interleaves its rotary pairs"
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        return (), trained, f"rope type {kind!r} has no fixed angles"
+    return _frequencies(config, parameters or {}, kind, float(theta)), trained, ""
+
+
+def _frequencies(config: Any, parameters: dict[str, Any], kind: str, theta: float) -> tuple[float, ...]:
+    if kind in ("llama3", "yarn"):
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        angles, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+        return tuple(angles.tolist())
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    partial = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    dim = int(head_dim * partial)
+    factor = float(parameters.get("factor", 1.0)) if kind == "linear" else 1.0
+    return tuple(theta ** (-i / dim) / factor for i in range(0, dim, 2))
+
+
+def step_positions(args: tuple[Any, ...], extra: dict[str, Any]) -> Any:
+    """Position ids of a step as a model hands them to ``Cache.update`` (``kwargs=`` since 5.22 or so); or None."""
+    found = extra.get("kwargs") or extra
+    positions = found.get("position_ids") if isinstance(found, dict) else None
+    return positions if positions is not None and getattr(positions, "ndim", 0) == 2 else None
+
+
+@contextmanager
+def no_bars_in_pipes() -> Iterator[None]:
+    """Keep transformers' own progress bars to terminals."""
+    from transformers.utils import logging
+
+    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qkv.errors import QkvError
 from qkv.integration.compat import conv1d_class
 from qkv.quantizers.embedding import QuantizedEmbedding, QuantizedScaledEmbedding
-from qkv.quantizers.experts import QuantizedExperts, expert_format, expert_parameters
+from qkv.quantizers.experts import QuantizedExperts, expert_parameters, parameter_format
 from qkv.quantizers.format import Format
 from qkv.quantizers.holder import Holder, combine
 from qkv.quantizers.linear import QuantizedLinear
@@ -64,6 +64,10 @@ class Settings:
             return f"skipped: matches {pattern!r}"
         found = next((f for p, f in self.overrides.items() if matches(p, name)), default)
         return found if isinstance(found, Format) else "kept: overrides say so"
+
+    def override_for(self, name: str) -> Format | None:
+        """The format that ``overrides`` give ``name``, if any."""
+        return next((f for p, f in self.overrides.items() if isinstance(f, Format) and matches(p, name)), None)
 
 
 @dataclass(frozen=True)
@@ -156,14 +160,14 @@ def _target(
     format = settings.format_for(name, default)
     if isinstance(format, str):
         return format
-    return Target(name, module, new_class, format, _formats(module, parameters, format, transposed), transposed)
+    return Target(name, module, new_class, format, _formats(name, module, parameters, format, transposed), transposed)
 
 
-def _formats(module: nn.Module, parameters: list[str], format: Format, transposed: bool) -> dict[str, Format]:
-    if parameters == ["weight"]:
-        return {"weight": format}
-    columns = -2 if transposed else -1
-    return {p: expert_format(format, _size(module._parameters[p], columns)) for p in parameters}
+def _formats(
+    name: str, module: nn.Module, parameters: list[str], format: Format, transposed: bool
+) -> dict[str, Format]:
+    columns = {p: _size(module._parameters[p], -2 if transposed else -1) for p in parameters}
+    return {p: parameter_format(f"{name}.{p}", format, columns[p]) for p in parameters}
 
 
 def _size(parameter: Tensor | None, dim: int) -> int:

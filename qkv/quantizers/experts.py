@@ -34,6 +34,11 @@ def expert_format(format: Format, columns: int) -> Format:
     return replace(format, group_size=size, double_quant=False)
 
 
+def parameter_format(name: str, format: Format, columns: int) -> Format:
+    """The format a parameter really gets when ``format`` is asked for: experts, known by name, get their own."""
+    return expert_format(format, columns) if "experts" in name.split(".") else format
+
+
 def expert_parameters(module: nn.Module) -> list[str]:
     """Names of the 3-D weights of a fused experts module as transformers writes them; empty for any other."""
     flags = ("num_experts", "has_gate", "is_transposed", "_apply_gate")

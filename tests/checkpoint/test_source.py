@@ -79,6 +79,12 @@ def test_the_index_wins_over_other_files(tmp_path: Path) -> None:
     assert Source.open(tmp_path).shards == [tmp_path / shard for shard in SHARDS]
 
 
+def test_model_safetensors_wins_over_an_index_as_in_transformers(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    save_file({"other": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert list(Source.open(tmp_path).entries) == ["other"]
+
+
 def test_every_dtype_and_shape_reads_as_safetensors_reads_it(tmp_path: Path) -> None:
     bits = torch.randint(0, 256, (6, 8), dtype=torch.uint8)
     tensors = {name: bits.clone().view(dtype) for name, dtype in DTYPES.items() if dtype != torch.bool}
@@ -98,7 +104,8 @@ def test_a_tensor_owns_its_memory(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.ones(4096)}, path)
     tensor = Source.open(tmp_path).read("w")
-    assert str(path) not in Path("/proc/self/maps").read_text()
+    if (maps := Path("/proc/self/maps")).exists():
+        assert str(path) not in maps.read_text()
     path.write_bytes(b"")  # a map of it would now kill the process
     assert tensor.add_(1).sum() == 8192
 
@@ -149,7 +156,7 @@ def test_sizes_come_from_headers_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     assert Source.open(tmp_path).nbytes == 2 * nbytes
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 3
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
 
 
@@ -240,6 +247,14 @@ def test_a_link_out_of_the_folder_is_refused_unopened(
     assert name not in opened
 
 
+def test_a_single_file_may_not_link_out_unless_it_is_named_itself(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    save_file({"w": torch.ones(1)}, tmp_path / "private.safetensors")
+    (tmp_path / "src" / "model.safetensors").symlink_to(tmp_path / "private.safetensors")
+    refused(tmp_path / "src", "link out")
+    assert list(Source.open(tmp_path / "src" / "model.safetensors").entries) == ["w"]
+
+
 def test_a_linked_folder_in_an_index_is_refused(tmp_path: Path) -> None:
     sharded(tmp_path / "secret")
     sharded(tmp_path / "src")
@@ -323,7 +338,7 @@ JSON = st.recursive(
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(JSON | st.dictionaries(st.sampled_from(["w0", "w1", "w9"]), JSON))
+@given(JSON | st.dictionaries(st.sampled_from(["w0", "w2", "w9"]), JSON))  # never all of a shard's tensors
 def test_a_random_index_is_refused(tmp_path: Path, weight_map: Any) -> None:
     sharded(tmp_path)
     write_index(tmp_path, weight_map)

@@ -109,11 +109,13 @@ def test_any_tensor_is_written_by_value(tmp_path: Path) -> None:
     tensors = {
         "transposed": whole.T,
         "strided": whole[::2, 1::3],
+        "one_row_with_strides": whole[:1, ::8],
         "expanded": whole[:, :1].expand(6, 5),
         "needs_grad": whole.clone().requires_grad_(),
         "parameter": torch.nn.Parameter(whole),
         "conjugate": pair.conj(),
         "negative": pair.conj().imag,
+        "negative_contiguous": pair[:1].conj().imag,
     }
     write(tmp_path / "model.safetensors", tensors)
     for name, tensor in load_file(tmp_path / "model.safetensors").items():

@@ -25,6 +25,8 @@ BACKENDS: Final[dict[str, ModuleType]] = {
 ``refuses(case)``, ``linear(x, weight, bias)`` and ``dequantize(weight, dtype)`` or None."""
 
 KERNELS_VARIABLE: Final = "QKV_KERNELS"
+MANY_ROWS: Final = 64
+"""No back end tells more rows than this apart, so the remembered choices stay few."""
 NATIVE_LEVELS: Final = ("portable", "avx2", "avx512")
 
 
@@ -83,7 +85,8 @@ def _forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
     if x.shape[-1] != in_features:
         raise QkvError(f"x has {x.shape[-1]} features and the weight takes {in_features}")
     flat = x.reshape(-1, in_features)
-    backend = choose(Case(weight.format, weight.shape, x.device.type, x.dtype, flat.shape[0]))
+    rows = min(flat.shape[0], MANY_ROWS)
+    backend = choose(Case(weight.format, weight.shape, x.device.type, x.dtype, rows))
     result: Tensor = backend.linear(flat, weight, _cast(bias, x))
     return result.reshape(*x.shape[:-1], out_features)
 

@@ -61,6 +61,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.qkv_linear.argtypes = [_POINTER] * 6 + [_SIZE] * 4 + [_INT] * 5
     library.qkv_dequantize.argtypes = [_POINTER] * 4 + [_SIZE] * 3 + [_INT] * 3
     library.qkv_dequantize.restype = None
+    library.qkv_quantize.argtypes = [_POINTER] * 4 + [_SIZE] * 3 + [_INT] * 5
     library.qkv_read.argtypes = [_POINTER, _SIZE, _INT]
     library.qkv_read.restype = ctypes.c_uint64
 
@@ -215,6 +216,57 @@ def dequantize(
         torch.get_num_threads(),
     )
     return out
+
+
+def quantize(
+    x: Tensor,
+    *,
+    kind: str,
+    group_size: int,
+    symmetric: bool = True,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Codes, scales and zero points of a float weight, bit for bit those of the reference formulas.
+
+    Args:
+        x: ``[out, in]``, float32, bfloat16 or float16, contiguous.
+        kind: ``"int8"``, ``"int4"`` or ``"nf4"`` (symmetric only).
+        group_size: elements of a stored group; any.
+        symmetric: absmax scaling; otherwise a zero point a group.
+        scale: float32 ``[out, groups]`` to use instead of those found; integer kinds only.
+        zero: uint8 ``[out, groups]``, given with ``scale`` for asymmetric kinds.
+
+    Returns:
+        ``codes`` ``[out, groups, bytes of a group]``, ``scale`` ``[out, groups]`` (the absmax for nf4) and
+        ``zero`` or None; or None alone when x holds NaN or infinity.
+    """
+    out_features, in_features = x.shape
+    groups = -(-in_features // group_size)
+    length = group_size if kind == "int8" else -(-group_size // 2)
+    codes = torch.empty(
+        (out_features, groups, length), dtype=torch.int8 if kind == "int8" and symmetric else torch.uint8
+    )
+    given = scale is not None
+    if scale is None:
+        scale = torch.empty((out_features, groups), dtype=torch.float32)
+    if zero is None and not symmetric:
+        zero = torch.empty((out_features, groups), dtype=torch.uint8)
+    not_finite = _library.qkv_quantize(  # type: ignore[union-attr]
+        x.data_ptr(),
+        codes.data_ptr(),
+        scale.data_ptr(),
+        None if zero is None else zero.data_ptr(),
+        out_features,
+        in_features,
+        group_size,
+        KINDS[kind],
+        symmetric,
+        DTYPES[x.dtype],
+        given,
+        torch.get_num_threads(),
+    )
+    return None if not_finite else (codes, scale, zero)
 
 
 def read(tensor: Tensor) -> int:

@@ -1,27 +1,99 @@
-"""Our own CPU kernels, which read the stored codes as they are: few rows directly, many by panels."""
+"""Our own CPU kernels: few rows straight from the stored codes, many by dequantized panels."""
 
 from __future__ import annotations
+
+from math import prod
 
 import torch
 from torch import Tensor
 
+from qkv.quantizers.kernels import native
 from qkv.quantizers.kernels.case import Case
 from qkv.quantizers.tensor import QuantizedTensor
 
-SERVES = "all formats on the CPU: products of few rows, panels for many, dequantization"
+SERVES = "every format on the CPU: up to 16 rows from the codes, more by panels; dequantization"
+PANEL_NBYTES = 8 * 2**20
+"""Scratch of a product of many rows: so much of the weight is dequantized at a time."""
 
 
 def unavailable() -> str | None:
-    return "not built yet"
+    """Why it is not live."""
+    return native.unavailable()
 
 
 def refuses(case: Case) -> str | None:
-    return "not built yet"
+    """Why it cannot take a case."""
+    if case.device != "cpu":
+        return "runs on the CPU"
+    if case.dtype not in native.DTYPES:
+        return f"serves float32, bfloat16 and float16, not {case.dtype}"
+    return None
 
 
 def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-    raise AssertionError
+    """``x @ weight.T + bias``; bfloat16 x multiplies in bfloat16, float32 and float16 x in float32."""
+    columns = weight.shape[1]
+    size = weight.format.group_length(columns)
+    if x.shape[0] > native.MAX_ROWS or size % 16:
+        return _by_panels(x, weight, bias)
+    return native.linear(
+        x.contiguous(),
+        weight.codes,
+        _scale(weight, weight.shape[0]),
+        _spread(weight.zero, weight.shape[0]),
+        bias,
+        kind=weight.format.name,
+        in_features=columns,
+        group_size=size,
+    )
 
 
 def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    raise AssertionError
+    """The float weight, bit for bit that of the reference."""
+    rows, columns = prod(weight.shape[:-1]), weight.shape[-1]
+    codes = weight.codes.reshape(rows, *weight.codes.shape[-2:])
+    out = native.dequantize(
+        codes,
+        _scale(weight, rows),
+        _spread(weight.zero, rows),
+        kind=weight.format.name,
+        in_features=columns,
+        group_size=weight.format.group_length(columns),
+        dtype=dtype,
+    )
+    return out.reshape(weight.shape)
+
+
+def _by_panels(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    rows, columns = weight.shape
+    step = max(1, PANEL_NBYTES // max(columns * x.dtype.itemsize, 1))
+    scale, zero = _scale(weight, rows), _spread(weight.zero, rows)
+    panel = torch.empty((min(step, rows), columns), dtype=x.dtype)
+    result = x.new_empty((x.shape[0], rows))
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        values = native.dequantize(
+            weight.codes[part],
+            scale[part],
+            None if zero is None else zero[part],
+            kind=weight.format.name,
+            in_features=columns,
+            group_size=weight.format.group_length(columns),
+            dtype=x.dtype,
+            out=panel[: part.stop - start],
+        )
+        result[:, part] = torch.nn.functional.linear(x, values, None if bias is None else bias[part])
+    return result
+
+
+def _scale(weight: QuantizedTensor, rows: int) -> Tensor:
+    scale = _spread(weight.float_scale(), rows)
+    assert scale is not None
+    return scale
+
+
+def _spread(values: Tensor | None, rows: int) -> Tensor | None:
+    """One value for the whole tensor, repeated for each row; anything else as it is."""
+    if values is None or values.numel() != 1:
+        return values
+    return values.reshape(1, 1).expand(rows, 1).contiguous()

@@ -9,6 +9,7 @@
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,avx512bf16,fma,f16c")))
 #define INLINE QKV_INLINE TARGET
 
+ptrdiff_t qkv_avx512_most_rows(const struct qkv_linear_job *job);
 qkv_body qkv_avx512_linear(struct qkv_linear_job *job);
 
 /* The sixteen values of a four-bit kind before zero point and scale. */

@@ -4,6 +4,7 @@
 #if QKV_X86
 
 #include "avx512.h"
+#include "quantize.h"
 
 /* ---- dequantizing ---- */
 
@@ -103,6 +104,112 @@ TARGET static void dequantize(void *job, ptrdiff_t begin, ptrdiff_t end)
     else dequantize_as(job, begin, end, QKV_F16);
 }
 
-const struct qkv_ops qkv_avx512_ops = {qkv_avx512_linear, dequantize, NULL};
+/* ---- quantizing ---- */
+
+/* Sixteen elements of x from `at` on as fp32; zero where `mask` is. */
+INLINE __m512 load16(const void *x, ptrdiff_t at, __mmask16 mask, const int dtype)
+{
+    if (dtype == QKV_F32) return _mm512_maskz_loadu_ps(mask, (const float *)x + at);
+    __m256i half = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)x + at);
+    if (dtype == QKV_F16) return _mm512_cvtph_ps(half);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+INLINE __mmask16 first16(ptrdiff_t count)
+{
+    return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
+}
+
+INLINE __m512i nearest_level(__m512 value, const struct qkv_rule *rule)
+{
+    const __m512 midpoints = _mm512_maskz_loadu_ps(0x7fff, qkv_nf4_midpoints);
+    const __m512i one = _mm512_set1_epi32(1);
+    value = _mm512_mul_ps(_mm512_mul_ps(value, _mm512_set1_ps(rule->lift)), _mm512_set1_ps(rule->inverse));
+    __m512i code = _mm512_setzero_si512();
+    QKV_UNROLL
+    for (int step = 3; step >= 0; --step) { /* how many midpoints lie below the value */
+        __m512i width = _mm512_slli_epi32(one, (unsigned)step);
+        __m512i middle = _mm512_sub_epi32(_mm512_add_epi32(code, width), one);
+        __mmask16 above = _mm512_cmp_ps_mask(_mm512_permutexvar_ps(middle, midpoints), value, _CMP_LT_OQ);
+        code = _mm512_mask_add_epi32(code, above, code, width);
+    }
+    return code;
+}
+
+INLINE __m512i encode16(__m512 value, const struct qkv_rule *rule, const int nf4)
+{
+    if (nf4) return nearest_level(value, rule);
+    __m512 steps = _mm512_div_ps(value, _mm512_set1_ps(rule->divisor));
+    steps = _mm512_roundscale_ps(steps, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    steps = _mm512_add_ps(steps, _mm512_set1_ps(rule->zero));
+    steps = _mm512_min_ps(_mm512_max_ps(steps, _mm512_set1_ps(rule->low)), _mm512_set1_ps(rule->high));
+    return _mm512_add_epi32(_mm512_cvtps_epi32(steps), _mm512_set1_epi32(rule->offset));
+}
+
+/* 32 codes from element `at` of x on, `count` of them real, `room` of them in the group, two a byte. */
+INLINE void encode_pairs(const void *x, ptrdiff_t at, ptrdiff_t count, ptrdiff_t room, uint8_t *to,
+                         const struct qkv_rule *rule, const int dtype, const int nf4)
+{
+    __m512i first = encode16(load16(x, at, first16(count), dtype), rule, nf4);
+    __m512i second = encode16(load16(x, at + 16, first16(count - 16), dtype), rule, nf4);
+    __m256i codes = _mm256_set_m128i(_mm512_maskz_cvtepi32_epi8(first16(room - 16), second),
+                                     _mm512_maskz_cvtepi32_epi8(first16(room), first));
+    __m256i pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi16(0x0110)); /* 16 first + second */
+    _mm_mask_storeu_epi8(to, first16((room + 1) / 2), _mm256_cvtepi16_epi8(pairs));
+}
+
+INLINE void quantize_group(struct qkv_quantize_job *job, ptrdiff_t index, ptrdiff_t start, ptrdiff_t count,
+                           const int dtype, const int kind)
+{
+    __m512 low = _mm512_setzero_ps(), high = low;
+    __mmask16 spoilt = 0;
+    for (ptrdiff_t i = 0; i < count; i += 16) {
+        __m512 value = load16(job->x, start + i, first16(count - i), dtype);
+        spoilt |= _mm512_fpclass_ps_mask(value, 0x99); /* NaN, infinity */
+        low = _mm512_min_ps(low, value);
+        high = _mm512_max_ps(high, value);
+    }
+    if (spoilt) __atomic_store_n(&job->not_finite, 1, __ATOMIC_RELAXED);
+    struct qkv_rule rule = qkv_rule_of(job, index, _mm512_reduce_min_ps(low), _mm512_reduce_max_ps(high));
+    uint8_t *codes = job->codes + index * job->group_bytes;
+    if (kind == QKV_INT8) {
+        for (ptrdiff_t i = 0; i < job->group; i += 16) {
+            __m512i code = encode16(load16(job->x, start + i, first16(count - i), dtype), &rule, 0);
+            _mm_mask_storeu_epi8(codes + i, first16(job->group - i), _mm512_cvtepi32_epi8(code));
+        }
+    } else {
+        for (ptrdiff_t i = 0; i < job->group; i += 32)
+            encode_pairs(job->x, start + i, count - i, job->group - i, codes + i / 2, &rule, dtype, kind == QKV_NF4);
+    }
+}
+
+INLINE void quantize_as(struct qkv_quantize_job *job, ptrdiff_t begin, ptrdiff_t end, const int dtype, const int kind)
+{
+    for (ptrdiff_t row = begin; row < end; ++row) {
+        for (ptrdiff_t at = 0; at < job->groups; ++at) {
+            ptrdiff_t start = at * job->group, left = job->in - start;
+            ptrdiff_t count = left < job->group ? left : job->group;
+            quantize_group(job, row * job->groups + at, row * job->in + start, count, dtype, kind);
+        }
+    }
+}
+
+TARGET static void quantize(void *pointer, ptrdiff_t begin, ptrdiff_t end)
+{
+    struct qkv_quantize_job *job = pointer;
+#define FOR_KIND(dtype)                                                                 \
+    if (job->kind == QKV_INT8) quantize_as(job, begin, end, dtype, QKV_INT8);           \
+    else if (job->kind == QKV_INT4) quantize_as(job, begin, end, dtype, QKV_INT4);      \
+    else quantize_as(job, begin, end, dtype, QKV_NF4);
+    if (job->dtype == QKV_F32) {
+        FOR_KIND(QKV_F32)
+    } else if (job->dtype == QKV_BF16) {
+        FOR_KIND(QKV_BF16)
+    } else {
+        FOR_KIND(QKV_F16)
+    }
+}
+
+const struct qkv_ops qkv_avx512_ops = {qkv_avx512_most_rows, qkv_avx512_linear, dequantize, quantize};
 
 #endif

@@ -26,7 +26,6 @@ enum {
     EXACT,  /* fp32 products */
     BFLOAT, /* bf16 products; 4 bits: chunks of 128 codes; 8 bits: of 64 */
     WIDE,   /* bf16 products of 8-bit codes in chunks of 128: groups are multiples of 64 */
-    SHORT,  /* 8-bit codes times x in 16 bits, scaled chunk by chunk of 64 */
 };
 
 QKV_INLINE int chunk_length(int bits, int path) { return bits == 4 || path == WIDE ? 128 : 64; }
@@ -69,10 +68,9 @@ TARGET static void order_exact(const float *x, float *to, int bits)
 /* 128 elements: 4 word + vector, the two of a byte exchanged, to [vector][word]. */
 TARGET static void order_nibbles(const uint16_t *x, __m512i *to)
 {
-    __m512i iota = _mm512_maskz_compress_epi16(0, _mm512_setzero_si512());
     static const uint16_t words[32] = {0,  4,  8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60,
                                        0,  4,  8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60};
-    iota = _mm512_loadu_si512(words);
+    __m512i iota = _mm512_loadu_si512(words);
     for (int v = 0; v < 4; ++v) {
         __m512i pick = _mm512_add_epi16(iota, _mm512_set1_epi16((short)(v ^ 1)));
         __m512i first = _mm512_permutex2var_epi16(_mm512_load_si512(x), pick, _mm512_load_si512(x + 32));
@@ -103,28 +101,6 @@ TARGET static __m512 lane_sums(const __m512i *ordered, int vectors)
     return total;
 }
 
-/* 64 elements as 16-bit integers and the factor that turns these back; NaN and infinity spoil the factor. */
-TARGET static void order_short(const float *x, __m512i *to, float *sums)
-{
-    __m512 most = _mm512_setzero_ps(), spoilt = _mm512_setzero_ps(), part[4];
-    for (int i = 0; i < 4; ++i) {
-        part[i] = _mm512_load_ps(x + 16 * i);
-        most = _mm512_max_ps(most, _mm512_abs_ps(part[i]));
-        spoilt = _mm512_add_ps(spoilt, _mm512_sub_ps(part[i], part[i]));
-    }
-    float absmax = _mm512_reduce_max_ps(most);
-    __m512 inverse = _mm512_set1_ps(absmax > 1e-30f ? 32767.0f / absmax : 0.0f);
-    for (int v = 0; v < 2; ++v) {
-        __m256i low = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(part[2 * v], inverse)));
-        __m256i high = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(part[2 * v + 1], inverse)));
-        to[v] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-    }
-    __m512i ones = _mm512_set1_epi16(1);
-    __m512i sum = _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(_mm512_setzero_si512(), to[0], ones), to[1], ones);
-    _mm512_store_ps(sums, _mm512_cvtepi32_ps(sum));
-    _mm512_store_ps(sums + 16, _mm512_set1_ps(absmax / 32767.0f + _mm512_reduce_add_ps(spoilt)));
-}
-
 /* Chunk `c` of row `m` of x: its vectors to job->px, what goes with them to job->psum. */
 TARGET static void prepare_chunk(struct qkv_linear_job *job, ptrdiff_t m, ptrdiff_t c, int bits, int path)
 {
@@ -132,15 +108,15 @@ TARGET static void prepare_chunk(struct qkv_linear_job *job, ptrdiff_t m, ptrdif
     ptrdiff_t at = c * job->rows + m, left = job->w.in - c * length, from = m * job->w.in + c * length;
     char *to = (char *)job->px + at * vectors * 64;
     __attribute__((aligned(64))) float values[128];
-    if (path == EXACT || path == SHORT) {
+    if (path == EXACT) {
         load_x(job, from, left, values, length);
-        if (path == EXACT) order_exact(values, (float *)to, bits);
-        else order_short(values, (__m512i *)to, job->psum + at * 32);
+        order_exact(values, (float *)to, bits);
         return;
     }
     uint16_t *halves = (uint16_t *)values;
-    if (left < length) memset(halves, 0, (size_t)length * 2);
-    memcpy(halves, (const uint16_t *)job->x + from, (size_t)(left < length ? left : length) * 2);
+    ptrdiff_t count = left < 0 ? 0 : left < length ? left : length;
+    memset(halves + count, 0, (size_t)(length - count) * 2);
+    if (count) memcpy(halves, (const uint16_t *)job->x + from, (size_t)count * 2);
     if (bits == 4) order_nibbles(halves, (__m512i *)to);
     else order_bytes(halves, (__m512i *)to, path);
     if (job->w.zero) _mm512_store_ps(job->psum + at * 16, lane_sums((__m512i *)to, vectors));
@@ -151,17 +127,19 @@ static void plan_groups(struct qkv_linear_job *job, int length)
 {
     ptrdiff_t group = job->w.group, first = 0, offset = 0; /* where in group `first` the chunk begins */
     for (ptrdiff_t c = 0; c < job->chunks; ++c) {
-        ptrdiff_t left = job->w.groups - first;
-        job->first[c] = (int32_t)first;
-        job->mask[c] = left >= 16 ? 0xffffu : (1u << left) - 1;
         ptrdiff_t at = offset;
         int32_t index = 0;
         for (int lane = 0; lane < 16; ++lane, at += length / 16) {
             if (at >= group) at -= group, ++index;
             job->pattern[16 * c + lane] = index;
         }
+        if (index >= job->needed) job->needed = index + 1;
+        job->first[c] = (int32_t)first;
         for (offset += length; offset >= group; offset -= group) ++first;
     }
+    ptrdiff_t whole = job->w.groups * group / length;
+    while (whole && job->first[whole - 1] + job->needed > job->w.groups) --whole;
+    job->whole = whole;
 }
 
 static void *carve(char **from, ptrdiff_t bytes)
@@ -174,14 +152,13 @@ static void *carve(char **from, ptrdiff_t bytes)
 static int allocate(struct qkv_linear_job *job, int vectors)
 {
     ptrdiff_t pieces = job->chunks * job->rows, plan = (job->chunks * 4 + 63) / 64 * 64;
-    job->scratch = malloc((size_t)(pieces * (vectors * 64 + 128) + job->chunks * 64 + 2 * plan + 64));
+    job->scratch = malloc((size_t)(pieces * (vectors * 64 + 64) + job->chunks * 64 + plan + 64));
     if (!job->scratch) return 0;
     char *at = (char *)(((uintptr_t)job->scratch + 63) & ~(uintptr_t)63);
     job->px = carve(&at, pieces * vectors * 64);
-    job->psum = carve(&at, pieces * 128);
+    job->psum = carve(&at, pieces * 64);
     job->pattern = carve(&at, job->chunks * 64);
     job->first = carve(&at, job->chunks * 4);
-    job->mask = carve(&at, job->chunks * 4);
     return 1;
 }
 
@@ -243,25 +220,38 @@ struct rows {
 
 /* What is the same for all rows of the weight in one chunk. */
 struct chunk {
+    int whole;                   /* a constant of the compiler's: no need of the first two masks */
+    __mmask64 mask, mask_second; /* which codes exist, and which of the second 64 bytes of a wide chunk */
+    __mmask16 held;              /* which scales to load */
     ptrdiff_t byte, first;
-    __mmask64 mask;
-    __mmask16 held;
-    __m512i pattern;
+    __m512i pattern; /* the scale of each lane */
 };
 
-INLINE struct chunk chunk_at(const struct qkv_linear_job *job, ptrdiff_t c, const int bits, const int path)
+INLINE __mmask64 first_bits(ptrdiff_t count) { return count >= 64 ? ~0ull : count <= 0 ? 0 : (1ull << count) - 1; }
+
+INLINE struct chunk chunk_at(const struct qkv_linear_job *job, ptrdiff_t c, const int whole, const struct shape s)
 {
-    const ptrdiff_t bytes = chunk_length(bits, path) * bits / 8, row_bytes = job->w.groups * job->w.group_bytes;
-    ptrdiff_t left = row_bytes - c * bytes;
-    struct chunk chunk = {c * bytes, job->first[c], left >= 64 ? ~0ull : (1ull << left) - 1,
-                          (__mmask16)job->mask[c], _mm512_load_si512(job->pattern + 16 * c)};
+    const struct qkv_weight *w = &job->w;
+    const ptrdiff_t bytes = chunk_length(s.bits, s.path) * s.bits / 8, left = w->groups * w->group_bytes - c * bytes;
+    struct chunk chunk = {.whole = whole, .byte = c * bytes, .first = job->first[c]};
+    chunk.pattern = _mm512_load_si512(job->pattern + 16 * c);
+    chunk.mask = first_bits(left);
+    chunk.mask_second = first_bits(left - 64);
+    chunk.held = (__mmask16)first_bits(whole ? job->needed : w->groups - chunk.first);
     return chunk;
 }
 
-/* 64 codes or 128, as signed bytes where they are bytes. */
-INLINE __m512i load_codes(const struct rows *rows, int r, const struct chunk *chunk, const struct shape s)
+/* What to fetch from memory early: this far ahead the stream of a row is read next. */
+#define AHEAD 512
+
+/* 64 bytes of codes, as signed numbers where a byte is a code; `second` for the other half of a wide chunk. */
+INLINE __m512i load_codes(const struct rows *rows, int r, const struct chunk *chunk, const int second,
+                          const struct shape s)
 {
-    __m512i raw = _mm512_maskz_loadu_epi8(chunk->mask, rows->codes[r] + chunk->byte);
+    const uint8_t *at = rows->codes[r] + chunk->byte + 64 * second;
+    _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T0);
+    __m512i raw = chunk->whole ? _mm512_loadu_si512(at)
+                               : _mm512_maskz_loadu_epi8(second ? chunk->mask_second : chunk->mask, at);
     return s.bits == 8 && s.zero ? _mm512_xor_si512(raw, _mm512_set1_epi8((char)0x80)) : raw;
 }
 
@@ -280,19 +270,16 @@ INLINE __m512 load_zero(const struct rows *rows, int r, const struct chunk *chun
 
 INLINE __m512 dot_bf16(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
-/* For one row of x the chunk's sum is scaled; for more, the weight is, once. */
 INLINE void chunk_exact(const struct rows *rows, const struct chunk *chunk, const char *x, __m512 levels, __m512 *acc,
                         const struct shape s)
 {
     const int vectors = chunk_vectors(s.bits, EXACT);
     __m512i raw[4];
-    __m512 scale[4], zero[4], sum[4];
+    __m512 zero[4], sum[16];
     QKV_UNROLL
     for (int r = 0; r < s.R; ++r) {
-        raw[r] = load_codes(rows, r, chunk, s);
-        scale[r] = load_scale(rows, r, chunk);
+        raw[r] = load_codes(rows, r, chunk, 0, s);
         zero[r] = load_zero(rows, r, chunk, s);
-        sum[r] = _mm512_setzero_ps();
     }
     QKV_UNROLL
     for (int v = 0; v < vectors; ++v) {
@@ -301,21 +288,22 @@ INLINE void chunk_exact(const struct rows *rows, const struct chunk *chunk, cons
         for (int r = 0; r < s.R; ++r) {
             value[r] = unpack_exact(raw[r], levels, s.bits, v);
             if (s.zero) value[r] = _mm512_sub_ps(value[r], zero[r]);
-            if (s.M > 1) value[r] = _mm512_mul_ps(value[r], scale[r]);
         }
         QKV_UNROLL
         for (int m = 0; m < s.M; ++m) {
             __m512 piece = _mm512_load_ps((const float *)(x + 64 * (m * vectors + v)));
             QKV_UNROLL
             for (int r = 0; r < s.R; ++r) {
-                __m512 *to = s.M > 1 ? acc + r * s.M + m : sum + r;
-                *to = _mm512_fmadd_ps(value[r], piece, *to);
+                __m512 *to = sum + r * s.M + m;
+                *to = v ? _mm512_fmadd_ps(value[r], piece, *to) : _mm512_mul_ps(value[r], piece);
             }
         }
     }
-    if (s.M == 1) {
+    QKV_UNROLL
+    for (int r = 0; r < s.R; ++r) {
+        __m512 scale = load_scale(rows, r, chunk);
         QKV_UNROLL
-        for (int r = 0; r < s.R; ++r) acc[r] = _mm512_fmadd_ps(sum[r], scale[r], acc[r]);
+        for (int m = 0; m < s.M; ++m) acc[r * s.M + m] = _mm512_fmadd_ps(sum[r * s.M + m], scale, acc[r * s.M + m]);
     }
 }
 
@@ -327,16 +315,13 @@ INLINE void chunk_bf16(const struct rows *rows, const struct chunk *chunk, const
     __m512 scale[4], zero[4];
     QKV_UNROLL
     for (int r = 0; r < s.R; ++r) {
-        __m512i raw = load_codes(rows, r, chunk, s);
+        __m512i raw = load_codes(rows, r, chunk, 0, s);
         scale[r] = load_scale(rows, r, chunk);
         zero[r] = load_zero(rows, r, chunk, s);
         if (s.bits == 4) {
             unpack_nibbles_bf16(raw, halves, value[r]);
         } else if (s.path == WIDE) { /* lanes 0-7 hold the first 64 codes, lanes 8-15 the second */
-            struct chunk next = *chunk;
-            next.byte += 64;
-            next.mask = chunk->held_second;
-            __m512i second = load_codes(rows, r, &next, s);
+            __m512i second = load_codes(rows, r, chunk, 1, s);
             unpack_bytes_bf16(_mm512_shuffle_i64x2(raw, second, 0x44), value[r]);
             unpack_bytes_bf16(_mm512_shuffle_i64x2(raw, second, 0xee), value[r] + 2);
         } else {
@@ -360,20 +345,141 @@ INLINE void chunk_bf16(const struct rows *rows, const struct chunk *chunk, const
     }
 }
 
-/* One row of x; x_sum holds the sums of the integers and the factor of the chunk. */
-INLINE void chunk_short(const struct rows *rows, const struct chunk *chunk, const char *x, const float *x_sum,
-                        __m512 *acc, const struct shape s)
+/* Sums of the lanes of four vectors. */
+INLINE __m128 reduce4(const __m512 *v)
 {
-    __m512i first = _mm512_load_si512(x), second = _mm512_load_si512(x + 64);
-    __m512 factor = _mm512_load_ps(x_sum + 16);
+    __m128 folded[4];
+    QKV_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v[i]), _mm512_extractf32x8_ps(v[i], 1));
+        folded[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    }
+    return _mm_hadd_ps(_mm_hadd_ps(folded[0], folded[1]), _mm_hadd_ps(folded[2], folded[3]));
+}
+
+INLINE void finish(const struct qkv_linear_job *job, const ptrdiff_t *row, const __m512 *acc, const struct shape s)
+{
+    float result[16];
+    QKV_UNROLL
+    for (int i = 0; i < s.R * s.M; i += 4) _mm_storeu_ps(result + i, reduce4(acc + i));
     QKV_UNROLL
     for (int r = 0; r < s.R; ++r) {
-        __m512i raw = load_codes(rows, r, chunk, s);
-        __m512i low = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(raw));
-        __m512i high = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(raw, 1));
-        __m512i whole = _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(_mm512_setzero_si512(), low, first), high, second);
-        __m512 sum = _mm512_cvtepi32_ps(whole);
-        if (s.zero) sum = _mm512_fnmadd_ps(load_zero(rows, r, chunk, s), _mm512_load_ps(x_sum), sum);
-        acc[r] = _mm512_fmadd_ps(sum, _mm512_mul_ps(load_scale(rows, r, chunk), factor), acc[r]);
+        float bias = job->bias ? qkv_load(job->bias, job->bias_dtype, row[r]) : 0.0f;
+        QKV_UNROLL
+        for (int m = 0; m < s.M; ++m)
+            qkv_store(job->y, job->dtype, m * job->w.out + row[r], result[r * s.M + m] + bias);
     }
 }
+
+INLINE void chunk_any(const struct qkv_linear_job *job, const struct rows *rows, ptrdiff_t c, const int whole,
+                      __m512 levels, __m512i halves, __m512 *acc, const struct shape s)
+{
+    const struct chunk chunk = chunk_at(job, c, whole, s);
+    const char *x = (const char *)job->px + c * s.M * 64 * chunk_vectors(s.bits, s.path);
+    if (s.path == EXACT) chunk_exact(rows, &chunk, x, levels, acc, s);
+    else chunk_bf16(rows, &chunk, x, job->psum + c * s.M * 16, halves, acc, s);
+}
+
+INLINE void tile(const struct qkv_linear_job *job, const ptrdiff_t *row, const struct shape s)
+{
+    const struct qkv_weight *w = &job->w;
+    struct rows rows;
+    QKV_UNROLL
+    for (int r = 0; r < s.R; ++r) {
+        rows.codes[r] = w->codes + row[r] * w->groups * w->group_bytes;
+        rows.scale[r] = w->scale + row[r] * w->groups;
+        rows.zero[r] = s.zero ? w->zero + row[r] * w->groups : NULL;
+    }
+    __m512 acc[16];
+    QKV_UNROLL
+    for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
+    const __m512 levels = s.bits == 4 ? four_bit_levels(w) : _mm512_setzero_ps();
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(levels, levels);
+    ptrdiff_t c = 0;
+    for (; c < job->whole; ++c) chunk_any(job, &rows, c, 1, levels, halves, acc, s);
+    for (; c < job->chunks; ++c) chunk_any(job, &rows, c, 0, levels, halves, acc, s);
+    finish(job, row, acc, s);
+}
+
+/* R streams through [begin, end), as far apart as they can be; the last rows of a stream may be done twice. */
+INLINE void stream(const struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t end, const struct shape s)
+{
+    ptrdiff_t length = (end - begin + s.R - 1) / s.R;
+    for (ptrdiff_t i = 0; i < length; ++i) {
+        ptrdiff_t row[4];
+        for (int r = 0; r < s.R; ++r) row[r] = begin + r * length + i < end ? begin + r * length + i : end - 1;
+        tile(job, row, s);
+    }
+}
+
+/* ---- the table of kernels ---- */
+
+#define KERNEL(bits, path, zero, M, R)                                                                          \
+    TARGET static void kernel_##bits##path##zero##M(void *job, ptrdiff_t begin, ptrdiff_t end)                  \
+    {                                                                                                           \
+        stream(job, begin, end, (struct shape){bits, path, zero, M, R});                                        \
+    }
+#define EXACT_KERNELS(bits, zero)                                                                               \
+    KERNEL(bits, EXACT, zero, 1, 4)                                                                             \
+    KERNEL(bits, EXACT, zero, 2, 2)                                                                             \
+    KERNEL(bits, EXACT, zero, 3, 2)                                                                             \
+    KERNEL(bits, EXACT, zero, 4, 2)                                                                             \
+    static const qkv_body kernels_##bits##EXACT##zero[] = {                                                     \
+        kernel_##bits##EXACT##zero##1, kernel_##bits##EXACT##zero##2, kernel_##bits##EXACT##zero##3,            \
+        kernel_##bits##EXACT##zero##4};
+#define KERNELS(bits, path, zero)                                                                               \
+    KERNEL(bits, path, zero, 1, 4)                                                                              \
+    KERNEL(bits, path, zero, 2, 4)                                                                              \
+    KERNEL(bits, path, zero, 3, 2)                                                                              \
+    KERNEL(bits, path, zero, 4, 2)                                                                              \
+    KERNEL(bits, path, zero, 5, 2)                                                                              \
+    KERNEL(bits, path, zero, 6, 2)                                                                              \
+    KERNEL(bits, path, zero, 7, 2)                                                                              \
+    KERNEL(bits, path, zero, 8, 2)                                                                              \
+    static const qkv_body kernels_##bits##path##zero[] = {                                                      \
+        kernel_##bits##path##zero##1, kernel_##bits##path##zero##2, kernel_##bits##path##zero##3,               \
+        kernel_##bits##path##zero##4, kernel_##bits##path##zero##5, kernel_##bits##path##zero##6,               \
+        kernel_##bits##path##zero##7, kernel_##bits##path##zero##8};
+EXACT_KERNELS(4, 0)
+EXACT_KERNELS(4, 1)
+EXACT_KERNELS(8, 0)
+EXACT_KERNELS(8, 1)
+KERNELS(4, BFLOAT, 0)
+KERNELS(4, BFLOAT, 1)
+KERNELS(8, BFLOAT, 0)
+KERNELS(8, BFLOAT, 1)
+KERNELS(8, WIDE, 0)
+KERNELS(8, WIDE, 1)
+
+static qkv_body choose(int bits, int path, int zero, ptrdiff_t rows)
+{
+    static const qkv_body *const four[2][2] = {{kernels_4EXACT0, kernels_4EXACT1}, {kernels_4BFLOAT0, kernels_4BFLOAT1}};
+    static const qkv_body *const eight[3][2] = {
+        {kernels_8EXACT0, kernels_8EXACT1}, {kernels_8BFLOAT0, kernels_8BFLOAT1}, {kernels_8WIDE0, kernels_8WIDE1}};
+    return (bits == 4 ? four[path][zero] : eight[path][zero])[rows - 1];
+}
+
+static int is_fast(const struct qkv_linear_job *job) { return job->fast && job->dtype == QKV_BF16; }
+
+/* x in fp32 for more rows than four does not fit the nearest cache. */
+ptrdiff_t qkv_avx512_most_rows(const struct qkv_linear_job *job)
+{
+    if (job->w.group % 16) return qkv_portable_ops.most_rows(job);
+    return is_fast(job) ? 8 : 4;
+}
+
+qkv_body qkv_avx512_linear(struct qkv_linear_job *job)
+{
+    if (job->w.group % 16) return qkv_portable_ops.linear(job);
+    int bits = job->w.kind == QKV_INT8 ? 8 : 4;
+    int path = !is_fast(job) ? EXACT : bits == 8 && job->w.group % 64 == 0 ? WIDE : BFLOAT;
+    int length = chunk_length(bits, path);
+    job->chunks = (job->w.groups * job->w.group + length - 1) / length;
+    if (!allocate(job, chunk_vectors(bits, path))) return NULL;
+    for (ptrdiff_t c = 0; c < job->chunks; ++c)
+        for (ptrdiff_t m = 0; m < job->rows; ++m) prepare_chunk(job, m, c, bits, path);
+    plan_groups(job, length);
+    return choose(bits, path, job->w.zero != NULL, job->rows);
+}
+
+#endif

@@ -11,6 +11,13 @@ const float qkv_nf4_levels[16] = {
     0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
 };
 
+const float qkv_nf4_midpoints[15] = {
+    -0.8480963706970215f, -0.6106328964233398f, -0.4599952697753906f, -0.33967941999435425f,
+    -0.23460739850997925f, -0.13791173696517944f, -0.045525018125772476f, 0.03979014977812767f,
+    0.120255246758461f, 0.2035212516784668f, 0.2920137643814087f, 0.3893125355243683f,
+    0.5016634464263916f, 0.6427869200706482f, 0.8614784479141235f,
+};
+
 /* ---- threads ---- */
 
 /* GOMP_parallel of the OpenMP runtime that torch itself uses, handed over by the loader. Asking for it by address
@@ -72,7 +79,7 @@ static int highest_level(void)
         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
         __builtin_cpu_supports("avx512bf16"))
         return QKV_AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return QKV_AVX2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return QKV_AVX2;
 #endif
     return QKV_PORTABLE;
 }
@@ -107,17 +114,17 @@ QKV_EXPORT int qkv_linear(const void *x, const void *codes, const float *scale, 
                           void *y, ptrdiff_t rows, ptrdiff_t out, ptrdiff_t in, ptrdiff_t group, int kind, int dtype,
                           int bias_dtype, int fast, int threads)
 {
-    ptrdiff_t size = dtype == QKV_F32 ? 4 : 2;
-    if (in == 0 || out == 0) rows = out ? rows : 0;
-    for (ptrdiff_t start = 0; start < rows; start += QKV_MAX_ROWS) {
-        struct qkv_linear_job job = {.w = weight(codes, scale, zero, kind, out, in, group)};
+    const ptrdiff_t size = dtype == QKV_F32 ? 4 : 2;
+    struct qkv_linear_job whole = {.w = weight(codes, scale, zero, kind, out, in, group), .x = x, .bias = bias, .y = y};
+    whole.dtype = dtype;
+    whole.bias_dtype = bias_dtype;
+    whole.fast = fast;
+    const ptrdiff_t most = ops->most_rows(&whole);
+    for (ptrdiff_t start = 0; start < rows && out; start += most) {
+        struct qkv_linear_job job = whole;
         job.x = (const char *)x + start * in * size;
         job.y = (char *)y + start * out * size;
-        job.bias = bias;
-        job.dtype = dtype;
-        job.bias_dtype = bias_dtype;
-        job.fast = fast;
-        job.rows = rows - start < QKV_MAX_ROWS ? rows - start : QKV_MAX_ROWS;
+        job.rows = rows - start < most ? rows - start : most;
         qkv_body body = ops->linear(&job);
         if (!body) return 1;
         int used = useful_threads(threads, out * in * (job.rows + 3) / 4);
@@ -133,6 +140,22 @@ QKV_EXPORT void qkv_dequantize(const void *codes, const float *scale, const uint
     struct qkv_dequantize_job job = {weight(codes, scale, zero, kind, out, in, group), y, dtype};
     int used = useful_threads(threads, out * in);
     qkv_for(out, helping(out, used), used, ops->dequantize, &job);
+}
+
+/* Returns 1 when x holds NaN or infinity, otherwise 0. */
+QKV_EXPORT int qkv_quantize(const void *x, void *codes, float *scale, uint8_t *zero, ptrdiff_t out, ptrdiff_t in,
+                            ptrdiff_t group, int kind, int symmetric, int dtype, int given, int threads)
+{
+    struct qkv_quantize_job job = {.x = x, .codes = codes, .scale = scale, .zero = zero, .in = in, .group = group};
+    job.kind = kind;
+    job.symmetric = symmetric;
+    job.dtype = dtype;
+    job.given = given;
+    job.groups = (in + group - 1) / group;
+    job.group_bytes = kind == QKV_INT8 ? group : (group + 1) / 2;
+    int used = useful_threads(threads, out * in);
+    qkv_for(out, helping(out, used), used, ops->quantize, &job);
+    return job.not_finite;
 }
 
 /* ---- the yardstick ---- */

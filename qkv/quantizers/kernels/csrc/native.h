@@ -29,8 +29,6 @@ enum qkv_kind { QKV_INT8 = 0, QKV_INT4 = 1, QKV_NF4 = 2 };
 enum qkv_dtype { QKV_F32 = 0, QKV_BF16 = 1, QKV_F16 = 2 };
 enum qkv_level { QKV_PORTABLE = 0, QKV_AVX2 = 1, QKV_AVX512 = 2 };
 
-enum { QKV_MAX_ROWS = 16 }; /* rows of x one pass over the weight serves */
-
 struct qkv_weight {
     const uint8_t *codes;
     const float *scale;  /* [out, groups] */
@@ -39,21 +37,22 @@ struct qkv_weight {
     ptrdiff_t out, in, group, groups, group_bytes;
 };
 
-/* x [rows, in] times the transposed weight, for at most QKV_MAX_ROWS rows. */
+/* x [rows, in] times the transposed weight, for as many rows as one pass over the weight serves. */
 struct qkv_linear_job {
     struct qkv_weight w;
     const void *x, *bias;
     void *y; /* [rows, out], in x's dtype */
     int dtype, bias_dtype, fast;
     ptrdiff_t rows;
-    /* What `prepare` makes of x, once a call; the layouts belong to each back end. */
+
+    /* What `linear` makes of x, once a call; the layouts belong to each back end. */
     void *scratch;
     void *px;          /* x in the order in which the codes are unpacked, padded with zeros */
-    float *psum;       /* sums of x that a zero point multiplies */
+    float *psum;       /* sums of x that zero points multiply; factors */
     int32_t *pattern;  /* [chunks, lanes]: the group of each lane, counted from first[chunk] */
     int32_t *first;    /* [chunks] */
-    uint32_t *mask;    /* [chunks]: which of the following scales exist */
-    ptrdiff_t chunks, padded_rows;
+    int needed;        /* scales a chunk takes at most */
+    ptrdiff_t chunks, whole; /* chunks of a row; the first `whole` may be read without looking at the row's end */
 };
 
 struct qkv_dequantize_job {
@@ -65,14 +64,18 @@ struct qkv_dequantize_job {
 struct qkv_quantize_job {
     const void *x; /* [out, in] */
     int dtype, kind, symmetric;
-    ptrdiff_t out, in, group, groups, group_bytes;
+    int given; /* scale and zero are there already, and only the codes are asked for */
+    ptrdiff_t in, group, groups, group_bytes;
     uint8_t *codes, *zero;
     float *scale;
+    int not_finite; /* set where x holds NaN or infinity */
 };
 
 typedef void (*qkv_body)(void *job, ptrdiff_t begin, ptrdiff_t end);
 
 struct qkv_ops {
+    /* Rows of x that one pass over the weight serves at most. */
+    ptrdiff_t (*most_rows)(const struct qkv_linear_job *job);
     /* Returns the function that computes output features [begin, end), or NULL when out of memory. */
     qkv_body (*linear)(struct qkv_linear_job *job);
     qkv_body dequantize;

@@ -1,7 +1,7 @@
 /* The back end for any processor and any group size: decode a row of the weight to fp32, then dot products. */
 #include <stdlib.h>
 
-#include "scalar.h"
+#include "quantize.h"
 
 static void decode_row(const struct qkv_weight *w, ptrdiff_t row, float *to)
 {
@@ -41,10 +41,16 @@ static void linear_rows(void *pointer, ptrdiff_t begin, ptrdiff_t end)
     if (decoded != local) free(decoded);
 }
 
+static ptrdiff_t most_rows(const struct qkv_linear_job *job)
+{
+    (void)job;
+    return 16;
+}
+
 static qkv_body linear(struct qkv_linear_job *job)
 {
     ptrdiff_t count = job->rows * job->w.in;
-    float *x = malloc((size_t)count * sizeof *x);
+    float *x = malloc((size_t)count * sizeof *x + 1); /* never of no bytes */
     if (!x) return NULL;
     for (ptrdiff_t i = 0; i < count; ++i) x[i] = qkv_load(job->x, job->dtype, i);
     job->scratch = job->px = x;
@@ -72,4 +78,13 @@ static void dequantize_rows(void *pointer, ptrdiff_t begin, ptrdiff_t end)
     }
 }
 
-const struct qkv_ops qkv_portable_ops = {linear, dequantize_rows, NULL};
+static void quantize_rows(void *pointer, ptrdiff_t begin, ptrdiff_t end)
+{
+    struct qkv_quantize_job *job = pointer;
+    float *values = malloc((size_t)(job->group + 1) * sizeof *values);
+    if (!values) abort();
+    qkv_quantize_rows(job, begin, end, values);
+    free(values);
+}
+
+const struct qkv_ops qkv_portable_ops = {most_rows, linear, dequantize_rows, quantize_rows};

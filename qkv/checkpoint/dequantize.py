@@ -1,0 +1,66 @@
+"""``dequantize_checkpoint``: plain floats again, for tools that read nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qkv.checkpoint.output import PieceOf, write_model
+from qkv.checkpoint.read import Stored, stored_weights
+from qkv.checkpoint.source import Source
+from qkv.checkpoint.writer import TensorSpec
+from qkv.errors import CheckpointError
+from qkv.memory.footprint import dtype_named
+from qkv.quantizers.tensor import QuantizedTensor
+
+
+def dequantize_checkpoint(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_size: str | int = "5GB",
+    overwrite: bool = False,
+) -> None:
+    """Turn a directory that :func:`qkv.quantize_checkpoint` or ``save_pretrained`` wrote into floats.
+
+    Tensors get the names, shapes and dtypes that they had before; the values are those the codes stand for.
+
+    Args:
+        src: a quantized directory; it is only read.
+        dst: the directory to make; it appears whole or not at all.
+        dtype: of the dequantized weights, ``"bfloat16"`` say; by default what each was.
+        max_shard_size: largest file.
+        overwrite: replace ``dst`` if it is a model directory.
+
+    Raises:
+        CheckpointError: a source that is not quantized by this library, or damaged.
+    """
+    target = dtype_named(dtype) if dtype else None
+    with Source.open(src) as source:
+        weights = stored_weights(source)
+        if not any(stored.format for stored in weights):
+            raise CheckpointError(f"{source.path} is not quantized; there is nothing to undo")
+        pieces = {stored.name: _piece(stored, source, target) for stored in weights}
+        config = {k: v for k, v in source.config.items() if k != "quantization_config"}
+        write_model(source, dst, pieces, config, max_shard_size, overwrite, "dequantizing")
+
+
+def read_weight(stored: Stored, source: Source, dtype: torch.dtype | None = None) -> Tensor:
+    """The float tensor that ``stored`` stands for, as the model names it."""
+    if stored.format is None:
+        return source.read(stored.name)
+    state = {name: source.read(name) for name in stored.entries}
+    weight = QuantizedTensor.from_state(state, stored.format, stored.shape, stored.dtype, stored.name)
+    value = weight.dequantize(dtype or stored.dtype)
+    return value.mT.contiguous() if stored.transposed else value
+
+
+def _piece(stored: Stored, source: Source, dtype: torch.dtype | None) -> PieceOf:
+    if stored.format is None:
+        return PieceOf([TensorSpec(stored.name, stored.dtype, stored.shape)], None)
+    shape = (*stored.shape[:-2], stored.shape[-1], stored.shape[-2]) if stored.transposed else stored.shape
+    spec = TensorSpec(stored.name, dtype or stored.dtype, shape)
+    return PieceOf([spec], lambda: {stored.name: read_weight(stored, source, dtype)})

@@ -1,0 +1,168 @@
+"""``quantize_checkpoint``: a float model directory in, a quantized one out, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from qkv.checkpoint.output import PieceOf, write_model
+from qkv.checkpoint.source import Source
+from qkv.checkpoint.writer import TensorSpec
+from qkv.errors import CheckpointError, QkvError
+from qkv.memory.footprint import Footprint, Item, Note
+from qkv.integration.select import Settings
+from qkv.integration.skeleton import Choice, Chooser
+from qkv.quantizers.format import Format
+from qkv.quantizers.quantize import quantize_tensor
+from qkv.units import format_bytes
+
+PACKED_ENDINGS = (".qweight", ".weight_packed", ".SCB", ".absmax", ".weight_scale_inv", ".weight_scale")
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What was written.
+
+    Attributes:
+        footprint: the new weights, as :func:`qkv.footprint` reads them from the directory.
+        before_nbytes: bytes of the source's tensors.
+        left_behind: files of the source that were not copied, with the reason.
+        note: how layers were told apart where transformers does not know the model; else empty.
+    """
+
+    footprint: Footprint
+    before_nbytes: int
+    left_behind: Mapping[str, str]
+    note: str
+
+    def __str__(self) -> str:
+        before, after = format_bytes(self.before_nbytes), format_bytes(self.footprint.weight_nbytes)
+        lines = [f"weights {before} -> {after}", str(self.footprint)]
+        if self.note:
+            lines.append(self.note)
+        others = {name: why for name, why in self.left_behind.items() if why not in ("weights", "hidden")}
+        lines += [f"not copied: {name} ({reason})" for name, reason in others.items()]
+        return "\n".join(lines)
+
+
+def quantize_checkpoint(
+    src: str | Path,
+    dst: str | Path,
+    format: str | Format = "nf4",
+    *,
+    skip: str | list[str] | tuple[str, ...] | None = None,
+    embeddings: str | Format | None = None,
+    overrides: Mapping[str, str | Format] | None = None,
+    max_shard_size: str | int = "5GB",
+    overwrite: bool = False,
+) -> CheckpointReport:
+    """Quantize a Hugging Face model directory into a new one; everything that is not a weight comes along.
+
+    The peak of memory is about the largest tensor, whatever the model's size. ``dst`` appears whole, when
+    all is written, or not at all.
+
+    Args:
+        src: a directory with ``config.json`` and safetensors, one file or sharded; it is only read.
+        dst: the directory to make.
+        format, skip, embeddings, overrides: as for :func:`qkv.quantize_`.
+        max_shard_size: largest file, ``"5GB"`` or a number of bytes.
+        overwrite: replace ``dst`` if it is a model directory.
+
+    Raises:
+        CheckpointError: a source that is damaged, unsafe, a pickle, or quantized already; a destination
+            that exists or overlaps the source.
+        QkvError: settings that do not fit, or a tensor that cannot be quantized.
+    """
+    settings = Settings.parse(format, skip, embeddings, overrides)
+    with Source.open(src) as source:
+        refuse_quantized(source)
+        source.require_config()
+        chooser = Chooser(source.directory, settings)
+        choices = {n: chooser.choose(n, e.shape, e.dtype) for n, e in source.entries.items()}
+        if not any(choice.format for choice in choices.values()):
+            raise QkvError(f"{source.path} has no tensor that the settings let be quantized")
+        pieces = {name: _pieces(name, source, choice) for name, choice in choices.items()}
+        config = _config(source, choices, chooser.final_settings())
+        left = write_model(source, dst, pieces, config, max_shard_size, overwrite, "quantizing")
+        footprint = Footprint.of([_item(n, source, c) for n, c in choices.items()], _notes(source, choices))
+        return CheckpointReport(footprint, source.nbytes, left, chooser.note)
+
+
+def refuse_quantized(source: Source) -> None:
+    """Raise unless the source's weights are floats.
+
+    Raises:
+        CheckpointError: naming the method it is quantized with.
+    """
+    nested = source.config.get("text_config")
+    for config in (source.config, nested if isinstance(nested, dict) else {}):
+        found = config.get("quantization_config") or config.get("compression_config")
+        if found:
+            method = found.get("quant_method", "an unnamed method") if isinstance(found, dict) else found
+            raise CheckpointError(
+                f"{source.path} is quantized already ({method}); start from the float checkpoint"
+                + (", or from what `qkv dequantize` makes of this one" if method == "qkv" else "")
+            )
+    packed = next((name for name in source.entries if name.endswith(PACKED_ENDINGS)), None)
+    if packed:
+        raise CheckpointError(f"{source.path} is quantized already: it holds {packed}; start from floats")
+
+
+def _pieces(name: str, source: Source, choice: Choice) -> PieceOf:
+    entry = source.entries[name]
+    if choice.format is None:
+        return PieceOf([TensorSpec(name, entry.dtype, entry.shape)], None)
+    shape, format = _quantized_shape(entry.shape, choice), choice.format
+
+    def make() -> dict[str, Tensor]:
+        value = source.read(name)
+        return quantize_tensor(value.mT if choice.transposed else value, format, name=name).state(name)
+
+    layout = format.layout(shape)
+    return PieceOf([TensorSpec(name + suffix, dtype, size) for suffix, (size, dtype) in layout.items()], make)
+
+
+def _quantized_shape(shape: tuple[int, ...], choice: Choice) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2]) if choice.transposed else shape
+
+
+def _config(source: Source, choices: Mapping[str, Choice], settings: Settings) -> dict[str, Any]:
+    """config.json with what it takes to read the weights, and what they were."""
+    default = source.config.get("dtype") or source.config.get("torch_dtype")
+    dtypes = {
+        name: dtype
+        for name, choice in choices.items()
+        if choice.format and (dtype := str(source.entries[name].dtype).removeprefix("torch.")) != default
+    }
+    own: dict[str, Any] = {
+        "quant_method": "qkv",
+        "format_version": 1,
+        "format": str(settings.format),
+        "skip": list(settings.skip),
+        "embeddings": None if settings.embeddings is None else str(settings.embeddings),
+        "overrides": {pattern: str(value) for pattern, value in settings.overrides.items()},
+    }
+    transposed = sorted(name for name, choice in choices.items() if choice.transposed)
+    own |= {"transposed": transposed} if transposed else {}
+    own |= {"dtypes": dtypes} if dtypes else {}
+    return json.loads(json.dumps({**source.config, "quantization_config": own}))  # type: ignore[no-any-return]
+
+
+def _item(name: str, source: Source, choice: Choice) -> Item:
+    entry = source.entries[name]
+    if choice.format is None:
+        return Item(name, None, entry.dtype, entry.shape, entry.nbytes)
+    return Item.quantized(name, choice.format, _quantized_shape(entry.shape, choice))
+
+
+def _notes(source: Source, choices: Mapping[str, Choice]) -> list[Note]:
+    return [
+        Note(name, source.entries[name].nbytes, choice.reason)
+        for name, choice in choices.items()
+        if choice.format is None and len(source.entries[name].shape) > 1
+    ]

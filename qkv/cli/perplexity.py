@@ -1,0 +1,31 @@
+"""Measure a model directory's perplexity on a text file."""
+
+from __future__ import annotations
+
+import argparse
+
+from qkv.cli.options import positive
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``qkv perplexity``."""
+    parser.add_argument("model", metavar="DIR", help="model directory, quantized or not")
+    parser.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text")
+    parser.add_argument("--window", type=positive, default=512, metavar="N", help="tokens a window (default 512)")
+    parser.add_argument("--windows", type=positive, metavar="N", help="only the first N windows (default all)")
+    parser.add_argument("--dtype", default="auto", help="to compute in: float32, bfloat16 (default: the model's)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print."""
+    from pathlib import Path
+
+    from qkv.integration.load import load, load_tokenizer
+    from qkv.integration.perplexity import perplexity
+
+    text = Path(options.text).read_text(encoding="utf-8")
+    model = load(options.model, dtype=options.dtype)
+    result = perplexity(
+        model, load_tokenizer(options.model), text, window=options.window, num_windows=options.windows
+    )
+    print(result)

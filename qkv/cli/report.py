@@ -1,0 +1,24 @@
+"""Show what a model takes in memory, byte for byte, from its files' headers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from qkv.cli.options import positive
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``qkv report``."""
+    parser.add_argument("model", metavar="DIR", help="model directory, quantized or not")
+    parser.add_argument("--context", type=positive, metavar="TOKENS", help="add the KV cache of so many tokens")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences of that length (default 1)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the footprint."""
+    from qkv import footprint
+
+    result = footprint(options.model, context=options.context, batch=options.batch)
+    print(json.dumps(result.to_dict(), indent=2) if options.json else result)

@@ -1,0 +1,51 @@
+"""``load``: a checkpoint as a model that is ready to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkv.checkpoint.source import Source
+from qkv.errors import QkvError
+from qkv.integration.compat import no_bars_in_pipes
+
+
+def load(path: str | Path, *, dtype: str | torch.dtype = "auto", **options: Any) -> Any:
+    """Load a directory, quantized by this library or float, as a transformers model in evaluation mode.
+
+    Quantized weights stay packed. The files are checked first, so that damage is told in one line.
+
+    Args:
+        path: a model directory, or the id of a model on a hub.
+        dtype: of everything that is not quantized; what the checkpoint says by default.
+        **options: for ``AutoModelForCausalLM.from_pretrained``, ``device_map`` for example.
+
+    Raises:
+        CheckpointError: a directory that is damaged or unsafe.
+    """
+    from transformers import AutoModelForCausalLM
+
+    import qkv.integration.hf_quantizer  # noqa: F401 - registers the format
+
+    if Path(path).exists():
+        Source.open(path).require_config()
+    with no_bars_in_pipes():
+        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, **options)
+    return model.eval()
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer beside a model.
+
+    Raises:
+        QkvError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise QkvError(f"{path} has no tokenizer that loads ({reason}); copy the original model's files") from error

@@ -1,0 +1,1 @@
+"""The memory report: what is resident, what will be, and why."""
