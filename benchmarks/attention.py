@@ -1,4 +1,4 @@
-"""Attention over blocks against dense attention: time ratios and transient memory, one decode step of one layer.
+"""Attention over blocks against dense attention: time ratios and transients, one step of one layer.
 
     python benchmarks/attention.py [--tokens 32768] [--rounds 7]
 
@@ -62,7 +62,9 @@ def variants(tokens: int, queries: Tensor) -> dict[str, Callable[[], object]]:
     keys, values = (torch.randn(shape).bfloat16() for _ in range(2))
     rows = queries.view(1, HEADS, GROUP, DIM)
     found: dict[str, Callable[[], object]] = {
-        "bf16 dense (yardstick)": lambda: torch.nn.functional.scaled_dot_product_attention(rows, keys, values),
+        "bf16 dense (yardstick)": lambda: torch.nn.functional.scaled_dot_product_attention(
+            rows, keys, values
+        ),
     }
     for name, (key_codec, value_codec) in CODECS.items():
         layer = filled(key_codec, value_codec, tokens - 1)

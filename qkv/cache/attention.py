@@ -1,7 +1,8 @@
 """Attention over blocks without unpacking the layer: scales folded, tiles walked, softmax online.
 
-For a key stored as ``(code - zero) * scale`` with a scale a channel, ``q·k = (q * scale)·code - (q * scale)·zero``:
-the scale is multiplied into the query once a block and the zero point is one number a block. For a value
+For a key stored as ``(code - zero) * scale`` with a scale a channel,
+``q·k = (q * scale)·code - (q * scale)·zero``: the scale is multiplied into the query once a block and the
+zero point is one number a block. For a value
 with a scale a token, ``p @ v = (p * scale) @ (code - zero)``: the scale goes into the probabilities. Only the
 cast of the codes to float touches every element, one run of blocks at a time. The online softmax is
 FlashAttention's (arXiv 2205.14135); the mass of each block falls out of it.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from qkv.cache.fold import fold_keys, fold_values
 from qkv.cache.hadamard import spread
-from qkv.cache.view import Run, RowView, run_positions
+from qkv.cache.view import RowView, Run, run_positions
 
 QUERY_TILE = 128
 """Queries worked on at once, so that the scores of a tile stay small in a long prefill."""
@@ -49,6 +50,7 @@ class Scope:
     scale: float
     softcap: float | None
     positions: Tensor
+    last: int
     block_size: int
     with_mass: bool
 
@@ -80,24 +82,28 @@ def attend(
         Output and masses. Queries beyond the open tokens (padding) must be cut off by the caller.
     """
     tokens = queries.shape[1]
+    begin = view.first_query + view.num_open - tokens
+    last = begin + tokens - 1 if positions is None else int(positions.max())
     if positions is None:
-        positions = torch.arange(tokens, device=queries.device) + (view.first_query + view.num_open - tokens)
+        positions = torch.arange(begin, begin + tokens, device=queries.device)
     if open_mask is None:
         open_mask = torch.ones(tokens, view.num_open, dtype=torch.bool, device=queries.device)
         open_mask = open_mask.tril(view.num_open - tokens)
-    scope = Scope(view, scale, softcap, positions, block_size, with_mass)
     parts = []
     for first in range(0, tokens, QUERY_TILE):
         tile = slice(first, first + QUERY_TILE)
-        part = Scope(view, scale, softcap, positions[tile], block_size, with_mass)
-        parts.append(_attend_tile(queries[:, tile], open_mask[tile], sink_logits, part))
-    if len(parts) == 1:
-        return parts[0]
+        scope = Scope(view, scale, softcap, positions[tile], last, block_size, with_mass)
+        parts.append(_attend_tile(queries[:, tile], open_mask[tile], sink_logits, scope))
+    return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _joined(parts: list[Attended]) -> Attended:
     output = torch.cat([part.output for part in parts], 1)
-    if not scope.with_mass:
+    masses = [part.mass for part in parts if part.mass is not None]
+    focuses = [part.focus for part in parts if part.focus is not None]
+    if not masses:
         return Attended(output)
-    mass = torch.cat([part.mass for part in parts if part.mass is not None])
-    return Attended(output, mass, torch.cat([part.focus for part in parts if part.focus is not None]))
+    return Attended(output, torch.cat(masses), torch.cat(focuses))
 
 
 @dataclass
@@ -123,7 +129,7 @@ class Softmax:
 
     def note(self, probabilities: Tensor, blocks: int) -> None:
         """Remember the mass of each block of a tile, ``[heads, rows, blocks * tokens]``."""
-        by_block = probabilities.unflatten(-1, (blocks, -1))
+        by_block = torch.unflatten(probabilities, -1, (blocks, -1))
         mass = by_block.sum(-1)
         self.mass.append(mass)
         self.focus.append(by_block.square().sum(-1) / mass.clamp(min=1e-30))
@@ -136,7 +142,7 @@ class Softmax:
             for part, peak in zip(which, self.peaks, strict=True)
         ]
         joined = torch.cat(scaled, -1)
-        return joined.unflatten(1, (-1, tokens)).sum((0, 1)).to(torch.float32)
+        return torch.unflatten(joined, 1, (-1, tokens)).sum((0, 1)).to(torch.float32)
 
 
 def _attend_tile(queries: Tensor, open_mask: Tensor, sink_logits: Tensor | None, scope: Scope) -> Attended:
@@ -144,7 +150,7 @@ def _attend_tile(queries: Tensor, open_mask: Tensor, sink_logits: Tensor | None,
     heads, value_dim = view.tail_keys.shape[0], view.tail_values.shape[2]
     tokens = queries.shape[1]
     wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
-    rows = queries.to(wide).unflatten(0, (heads, -1)).flatten(1, 2) * scope.scale
+    rows = torch.unflatten(queries.to(wide), 0, (heads, -1)).flatten(1, 2) * scope.scale
     state = _begin(rows, value_dim, sink_logits, tokens)
     if view.anchors is not None:
         _anchor_tile(rows, state, scope)
@@ -153,7 +159,8 @@ def _attend_tile(queries: Tensor, open_mask: Tensor, sink_logits: Tensor | None,
     _tail_tile(rows, open_mask, state, scope)
     if _is_rotated(view):
         state.output = spread(state.output)
-    output = (state.output / state.total[..., None]).unflatten(1, (-1, tokens)).flatten(0, 1).to(queries.dtype)
+    output = torch.unflatten(state.output / state.total[..., None], 1, (-1, tokens)).flatten(0, 1)
+    output = output.to(queries.dtype)
     if not scope.with_mass:
         return Attended(output)
     return Attended(output, state.masses(state.mass, tokens), state.masses(state.focus, tokens))
@@ -164,7 +171,8 @@ def _begin(rows: Tensor, value_dim: int, sink_logits: Tensor | None, tokens: int
     output = rows.new_zeros(heads, count, value_dim)
     if sink_logits is None:
         return Softmax(rows.new_full((heads, count), -1e30), rows.new_zeros(heads, count), output)
-    logits = sink_logits.to(rows.dtype).unflatten(0, (heads, -1))[..., None].expand(-1, -1, tokens).flatten(1)
+    by_head = torch.unflatten(sink_logits.to(rows.dtype), 0, (heads, -1))
+    logits = by_head[..., None].expand(-1, -1, tokens).flatten(1)
     return Softmax(logits, torch.ones_like(logits), output)
 
 
@@ -182,7 +190,7 @@ def _run_mask(run: Run, scope: Scope) -> Tensor | None:
     """``bool [tokens, run]`` of what the queries see of a run; None where they see all of it."""
     view, low = scope.view, min(run.starts)
     reach = view.reach
-    if low >= view.hidden and (reach is None or low > int(scope.positions[-1]) - reach):
+    if low >= view.hidden and (reach is None or low > scope.last - reach):
         return None
     keys = run_positions(run)
     seen = (keys >= view.hidden)[None]
@@ -197,8 +205,9 @@ def _anchor_tile(rows: Tensor, state: Softmax, scope: Scope) -> None:
     keys, values = (t.to(rows.dtype) for t in view.anchors)
     if view.anchor_turn is not None and view.rotation is not None:
         keys = view.rotation.move(keys, view.anchor_turn)
-        later = view.first_query - scope.positions
-        rows = view.rotation.move(rows.unflatten(1, (-1, tokens)), later).flatten(1, 2)
+        lead = scope.positions - view.first_query + view.anchor_lead
+        later = max(view.anchor_lead, 0) - lead.clamp(min=0)
+        rows = view.rotation.move(torch.unflatten(rows, 1, (-1, tokens)), later).flatten(1, 2)
     scores = _finish(torch.bmm(rows, keys.transpose(1, 2)), None, scope)
     _add_exact(state, state.weigh(scores), values, view)
 
@@ -206,7 +215,9 @@ def _anchor_tile(rows: Tensor, state: Softmax, scope: Scope) -> None:
 def _tail_tile(rows: Tensor, open_mask: Tensor, state: Softmax, scope: Scope) -> None:
     view = scope.view
     keys, values = view.tail_keys.to(rows.dtype), view.tail_values.to(rows.dtype)
-    probabilities = state.weigh(_finish(torch.bmm(rows, keys.transpose(1, 2)), _tail_mask(open_mask, scope), scope))
+    probabilities = state.weigh(
+        _finish(torch.bmm(rows, keys.transpose(1, 2)), _tail_mask(open_mask, scope), scope)
+    )
     _add_exact(state, probabilities, values, view)
     if scope.with_mass:
         count = keys.shape[1]
@@ -247,5 +258,5 @@ def _finish(scores: Tensor, mask: Tensor | None, scope: Scope) -> Tensor:
         scores = torch.tanh(scores / scope.softcap) * scope.softcap
     if mask is not None:
         tokens = scope.positions.shape[0]
-        scores = scores.unflatten(1, (-1, tokens)).masked_fill(~mask, -torch.inf).flatten(1, 2)
+        scores = torch.unflatten(scores, 1, (-1, tokens)).masked_fill(~mask, -torch.inf).flatten(1, 2)
     return scores

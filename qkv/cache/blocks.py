@@ -50,9 +50,9 @@ class BlockLayout:
     def nbytes(self, tokens: int | None = None) -> int:
         """Bytes of one block, metadata counted."""
         tokens = self.block_size if tokens is None else tokens
-        return self.keys.stored_nbytes(self.heads, tokens, self.key_dim, self.dtype) + self.values.stored_nbytes(
-            self.heads, tokens, self.value_dim, self.dtype
-        )
+        return self.keys.stored_nbytes(
+            self.heads, tokens, self.key_dim, self.dtype
+        ) + self.values.stored_nbytes(self.heads, tokens, self.value_dim, self.dtype)
 
 
 @dataclass(eq=False, repr=False)
@@ -199,6 +199,7 @@ class BlockStore:
         if rest:
             slots = torch.tensor([block.slot for block in rest], device=slab.tensors["keys.codes"].device)
             self._add(Slab({n: t.index_select(0, slots) for n, t in slab.tensors.items()}, rest))
+        slab.tensors, slab.blocks = {}, []  # a freed block still points here: its bytes must not wait for gc
 
 
 def decode_slots(layout: BlockLayout, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -44,12 +44,12 @@ def _channel_scores(rows: Tensor, run: Run, codec: Codec) -> Tensor:
     codes, scale = run.tensors["keys.codes"], run.tensors["keys.scale"].to(rows.dtype)
     blocks, heads, tokens, width = codes.shape
     groups, dim = scale.shape[2:]
-    folded = (rows[None, :, None] * scale[:, :, :, None]).view(blocks * heads * groups, -1, dim)
+    folded = (rows[None, :, None] * scale[:, :, :, None]).reshape(blocks * heads * groups, -1, dim)
     codes = codes.view(blocks * heads * groups, tokens // groups, width)
     scores = _plane_products(folded, codes, codec)
     if "keys.zero" in run.tensors:
-        zero = run.tensors["keys.zero"].to(rows.dtype).view(-1, 1, dim)
-        scores.sub_(folded.mul_(zero).sum(-1, keepdim=True))
+        shift = torch.matmul(rows, (scale * run.tensors["keys.zero"]).transpose(-1, -2))
+        scores.sub_(shift.transpose(2, 3).reshape(blocks * heads * groups, -1, 1))
     scores = scores.view(blocks, heads, groups, -1, tokens // groups)
     return scores[:, :, 0] if groups == 1 else scores.transpose(2, 3).flatten(3)
 
@@ -79,9 +79,9 @@ def _token_scores(rows: Tensor, run: Run, codec: Codec) -> Tensor:
 def _add_token_values(probabilities: Tensor, run: Run, codec: Codec, output: Tensor) -> None:
     """A scale a token, over groups of channels; a byte's codes never cross a group."""
     heads, rows, dim = output.shape
-    scale = _by_head(run.tensors["values.scale"], output.dtype)
-    groups, tokens = scale.shape[2], scale.shape[1]
-    weighted = (probabilities[:, None] * scale.transpose(1, 2)[:, :, None]).reshape(heads * groups, rows, tokens)
+    scale = _by_group(run.tensors["values.scale"], output.dtype)
+    groups, tokens = scale.shape[1:]
+    weighted = (probabilities[:, None] * scale[:, :, None]).reshape(heads * groups, rows, tokens)
     planes = len(_SHIFTS[codec.bits])
     target = output.view(heads, rows, groups, dim // groups // planes, planes)
     codes = run.tensors["values.codes"]
@@ -91,7 +91,7 @@ def _add_token_values(probabilities: Tensor, run: Run, codec: Codec, output: Ten
         product = torch.bmm(weighted, plane)
         target[..., i] += product.view(heads, groups, rows, -1).transpose(1, 2)
     if "values.zero" in run.tensors:
-        zero = _by_head(run.tensors["values.zero"], output.dtype).transpose(1, 2).reshape(heads * groups, 1, tokens)
+        zero = _by_group(run.tensors["values.zero"], output.dtype).view(heads * groups, 1, tokens)
         shift = weighted.mul_(zero).sum(-1).view(heads, groups, rows).transpose(1, 2)
         output.view(heads, rows, groups, -1).sub_(shift[..., None])
 
@@ -149,3 +149,10 @@ def _by_head(stored: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(heads, blocks * tokens, width, dtype=dtype, device=stored.device)
     out.view(heads, blocks, tokens, width).copy_(stored.transpose(0, 1))
     return out
+
+
+def _by_group(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[blocks, heads, tokens, groups]`` to contiguous ``[heads, groups, blocks * tokens]``."""
+    blocks, heads, tokens, groups = stored.shape
+    out = torch.empty(heads, groups, blocks, tokens, dtype=dtype, device=stored.device)
+    return out.copy_(stored.permute(1, 3, 0, 2)).view(heads, groups, blocks * tokens)

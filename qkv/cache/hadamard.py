@@ -15,7 +15,7 @@ def matrix(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     block = torch.ones(1, 1, dtype=torch.float64)
     while block.shape[0] < size:
         block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
-    full = torch.block_diag(*[block / size**0.5] * (dim // size))
+    full = torch.kron(torch.eye(dim // size, dtype=torch.float64), block / size**0.5)
     return full.to(device=device, dtype=dtype)
 
 

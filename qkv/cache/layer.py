@@ -6,8 +6,8 @@ A step is ``append → attendable → commit`` (or ``discard``):
 ``attendable()``          says what the step's queries may read: for each row its anchors (sinks, summary),
                           runs of sealed blocks, and tail. ``dense()`` is the same, unpacked.
 ``observe(...)``          hands in what attention saw of the open tokens' queries; only policies need it.
-``commit(kept)``          makes open tokens part of the row: all of them (``None``), the first ``n`` (int), the
-                          first ``n[row]`` of each (ints), or the named ones of each row (lists: a path
+``commit(kept)``          makes open tokens part of the row: all of them (``None``), the first ``n`` (int),
+                          the first ``n[row]`` of each (ints), or the named ones of each row (lists: a path
                           through a tree). The others leave no trace. Then, and only then, full blocks are
                           sealed and the retention policy acts.
 ``discard()``             forgets every open token.
@@ -30,8 +30,8 @@ changes a sealed block, a statistic, or a decision. (3) ``nbytes`` is the sum of
 (4) A block that others share is never written; references are conserved and blocks freed at zero.
 (5) Every stored token keeps its position; padding is never attended, scored, or put into a group.
 
-Rows and frame: all rows end at the same column. Row ``r`` begins at column ``start[r]``: what lies before it is
-padding. Where rows commit different numbers, the shorter ones move right: their ``start`` grows.
+Rows and frame: all rows end at the same column. Row ``r`` begins at column ``start[r]``: what lies before it
+is padding. Where rows commit different numbers, the shorter ones move right: their ``start`` grows.
 Tensors handed in are kept, not copied, until the commit; nothing here ever writes into one.
 Errors: ``QkvError`` for a shape that does not fit, and for a crop into what was evicted.
 """
@@ -40,23 +40,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qkv.cache import rollback, sharing
 from qkv.cache.blocks import Block, BlockLayout, BlockStore
+from qkv.cache.choice import Kept, chosen_tokens, keep_tokens
 from qkv.cache.codec import Codec
 from qkv.cache.observation import Observations
 from qkv.cache.row import Row
+from qkv.cache.sealing import seal, trim
 from qkv.cache.settings import LayerSettings
 from qkv.cache.state import layer_state, load_layer_state
 from qkv.cache.tail import Tail
 from qkv.cache.view import RowView, dense_batch, view_row, visible_tokens
 from qkv.errors import QkvError
-
-Kept = int | Sequence[int] | Sequence[Sequence[int]] | None
 
 
 class CacheLayer:
@@ -108,7 +108,9 @@ class CacheLayer:
         """Bytes of every storage this layer keeps alive: shared blocks once, statistics counted."""
         blocks = {id(block): block for row in self.rows for block in row}
         total = sum(block.nbytes for block in blocks.values())
-        statistics = [t for row in self.rows for t in (row.mass, row.focus, row.summary_weights) if t is not None]
+        statistics = [
+            t for row in self.rows for t in (row.mass, row.focus, row.summary_weights) if t is not None
+        ]
         total += sum(t.untyped_storage().nbytes() for t in statistics)
         return total + self.observations.nbytes + (self.tail.nbytes if self.tail is not None else 0)
 
@@ -176,18 +178,19 @@ class CacheLayer:
         """Close the step: see the module's docstring."""
         if self.tail is None:
             return
-        chosen = self._chosen(kept)
+        chosen = chosen_tokens(self, kept)
         if chosen is None:
             chosen_count = [self.num_open] * self.batch
         else:
             chosen_count = [len(row) for row in chosen]
-            self._keep(chosen)
+            keep_tokens(self, chosen)
         self.observations.commit(self.rows, chosen, self.num_open if chosen is None else max(chosen_count))
         self.num_open = 0
         for index, row in enumerate(self.rows):
-            self._seal(index, row)
+            seal(self, index, row)
             self.settings.retain.settle(row, self)
-        self._trim()
+            row.trim_statistics(-(-(self.row_length(row) - row.sealed) // self.block_size))
+        trim(self)
 
     def discard(self) -> None:
         """Forget every open token."""
@@ -205,20 +208,7 @@ class CacheLayer:
         Raises:
             QkvError: what lies there was evicted; nothing has changed then.
         """
-        if num_tokens >= self.seen:
-            return self.reset()
-        from_open = min(num_tokens, self.num_open)
-        committed = num_tokens - from_open
-        target = self.seen - num_tokens
-        if committed:
-            self._check_crop(target)
-        self._cut(from_open)
-        if committed:
-            self._reopen(target)
-            assert self.tail is not None
-            self.tail.cut(committed)
-            self.seen -= committed
-            self.observations.discard()
+        rollback.crop(self, num_tokens)
 
     def reset(self) -> None:
         """Empty the layer and give its blocks back; settings and stores stay."""
@@ -249,53 +239,19 @@ class CacheLayer:
 
     def shareable_tokens(self, index: int) -> int:
         """Tokens of a row, from its first, that were computed with nothing hidden and are all still held."""
-        row, size = self.rows[index], self.settings.block_size
-        whole = 0
-        while whole < len(row.blocks) and row.blocks[whole].start == whole * size:
-            whole += 1
-        held = self.row_length(row) if row.sealed == whole * size else whole * size
-        return held if row.pure is None else min(row.pure, held)
+        return sharing.shareable_tokens(self, index)
 
     def shareable_block(self, index: int, number: int) -> Block:
-        """Block ``number`` of a row, with a reference for the caller; one still in the tail is encoded now."""
-        row, size = self.rows[index], self.settings.block_size
-        if number < len(row.blocks):
-            block = row.blocks[number]
-            return block.store.share(block)
-        assert self.tail is not None and self.store is not None
-        first = self.first_column(row) + number * size - row.sealed
-        keys, values = (t[index, :, first : first + size] for t in (self.tail.keys, self.tail.values))
-        return self.store.put(_to_blocks(keys, size), _to_blocks(values, size), [number * size])[0]
+        """Block ``number`` of a row, with a reference for the caller; if in the tail, it is encoded."""
+        return sharing.shareable_block(self, index, number)
 
     def shareable_sinks(self, index: int) -> list[Block]:
         """The row's exact sinks, with a reference for the caller; none where the policy has none."""
-        row, wanted = self.rows[index], self.settings.retain.sinks
-        if not wanted:
-            return []
-        if row.sinks is not None and row.sinks.num_tokens == wanted:
-            return [row.sinks.store.share(row.sinks)]
-        assert self.tail is not None
-        first = self.first_column(row) - row.sealed
-        keys, values = (t[None, index, :, first : first + wanted] for t in (self.tail.keys, self.tail.values))
-        return self.exact_store().put(keys, values, [0])
+        return sharing.shareable_sinks(self, index)
 
     def adopt(self, blocks: Sequence[Block], sinks: Block | None) -> None:
-        """Fill an empty layer with one row that begins with these blocks; they are referred to, not copied."""
-        if self.seen or not blocks:
-            raise QkvError("blocks are adopted by an empty layer, at least one of them")
-        self.store = blocks[0].store
-        layout = self.store.layout
-        exact = Codec("exact")
-        self._exact = self._exact or BlockStore(replace(layout, keys=exact, values=exact))
-        row = Row(sealed=blocks[-1].end, blocks=[block.store.share(block) for block in blocks])
-        if sinks is not None:
-            row.sinks = sinks.store.share(sinks)
-        self.rows, self.seen = [row], row.sealed
-        device = next(iter(blocks[0].slab.tensors.values())).device
-        keys = torch.empty(1, layout.heads, 0, layout.key_dim, dtype=layout.dtype, device=device)
-        self.tail = Tail(keys, keys.new_empty(1, layout.heads, 0, layout.value_dim))
-        self.settings.retain.check(self)
-        self.settings.retain.settle(row, self)
+        """Fill an empty layer with one row that begins with these blocks, by reference."""
+        sharing.adopt(self, blocks, sinks)
 
     def fork(self) -> CacheLayer:
         """An independent layer over the same blocks."""
@@ -387,136 +343,23 @@ class CacheLayer:
     def _check(self, keys: Tensor, values: Tensor) -> None:
         if keys.dim() != 4 or values.shape[:3] != keys.shape[:3]:
             raise QkvError(
-                f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are not both [batch, heads, tokens, dim]"
+                f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are not [batch, heads, tokens, …]"
             )
         if self.rows and keys.shape[0] != self.batch:
-            raise QkvError(f"{keys.shape[0]} rows appended to a cache of {self.batch}; reorder it first, or reset it")
+            raise QkvError(
+                f"{keys.shape[0]} rows appended to a cache of {self.batch}; reorder it first, or reset it"
+            )
         if self.store is None:
             return
         layout = self.store.layout
         expected = (layout.heads, layout.key_dim, layout.value_dim, layout.dtype)
         found = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         if found != expected:
-            raise QkvError(f"heads, widths and dtype {found} do not fit a cache of {expected}; reset it, or make another")
-
-    def _chosen(self, kept: Kept) -> list[list[int]] | None:
-        """Open tokens to keep of each row; None for all of them."""
-        if kept is None:
-            return None
-        counts = [kept] * self.batch if isinstance(kept, int) else list(kept)
-        chosen = [list(range(row)) if isinstance(row, int) else list(row) for row in counts]
-        last = max((max(row, default=-1) for row in chosen), default=-1)
-        if len(chosen) != self.batch or last >= self.num_open or any(i < 0 for row in chosen for i in row):
-            raise QkvError(f"commit of {kept!r} does not fit {self.num_open} open tokens in {self.batch} rows")
-        return None if all(len(row) == self.num_open for row in chosen) and _in_order(chosen) else chosen
-
-    def _keep(self, chosen: list[list[int]]) -> None:
-        assert self.tail is not None
-        width = max(len(row) for row in chosen)
-        if all(len(row) == width for row in chosen) and _in_order(chosen):
-            self.tail.cut(self.num_open - width)
-        else:
-            self.tail.keep(self.num_open, chosen)
-        for row, kept in zip(self.rows, chosen, strict=True):
-            row.start += width - len(kept)
-        self.seen -= self.num_open - width
-
-    def _cut(self, columns: int) -> None:
-        if columns and self.tail is not None:
-            self.tail.cut(columns)
-            self.observations.cut(columns)
-            self.num_open -= columns
-            self.seen -= columns
+            raise QkvError(
+                f"heads, widths and dtype {found} do not fit a cache of {expected}; reset it, or make another"
+            )
 
     def first_column(self, row: Row) -> int:
         """Column of the tail at which a row's own tokens begin."""
         assert self.tail is not None
         return row.start + row.sealed - (self.seen - self.tail.columns)
-
-    def _seal(self, index: int, row: Row) -> None:
-        """Encode every full block that the residual window has left behind."""
-        assert self.tail is not None and self.store is not None
-        size = self.settings.block_size
-        count = (self.row_length(row) - row.sealed - self.settings.residual) // size
-        while count > 0:
-            part = min(count, self.store.slab_blocks)
-            first = self.first_column(row)
-            columns = slice(first, first + part * size)
-            keys, values = self.tail.keys[index, :, columns], self.tail.values[index, :, columns]
-            self._keep_sinks(row, keys, values)
-            starts = range(row.sealed, row.sealed + part * size, size)
-            row.blocks += self.store.put(_to_blocks(keys, size), _to_blocks(values, size), starts)
-            row.sealed += part * size
-            count -= part
-
-    def _keep_sinks(self, row: Row, keys: Tensor, values: Tensor) -> None:
-        """Sinks leaving the tail stay exact, in a block of their own."""
-        have = row.num_hidden
-        missing = min(self.settings.retain.sinks, row.sealed + keys.shape[1]) - have
-        if missing <= 0 or row.sealed > have:
-            return
-        keys, values = keys[None, :, :missing], values[None, :, :missing]
-        old = row.sinks
-        if old is not None:
-            old_keys, old_values = old.store.decode(old)
-            keys, values = torch.cat((old_keys[None], keys), 2), torch.cat((old_values[None], values), 2)
-        row.sinks = self.exact_store().put(keys, values, [0])[0]
-        if old is not None:
-            old.store.drop(old)
-
-    def _trim(self) -> None:
-        assert self.tail is not None
-        first = min(min(self.first_column(row), self.tail.columns) for row in self.rows)
-        self.tail.trim(self.tail.columns - max(first, 0))
-
-    def _check_crop(self, target: int) -> None:
-        """Refuse before anything changes."""
-        for row in self.rows:
-            length = max(0, target - row.start)
-            reach = self.settings.retain.reach
-            lost = row.dropped > (length - reach + 1 if reach is not None else 0 if length < row.sealed else length)
-            if length and lost:
-                raise QkvError(
-                    f"cannot crop to {length} tokens: tokens up to {row.dropped} were evicted; "
-                    "call activate_past_recording before appending what may be taken back"
-                )
-
-    def _reopen(self, target: int) -> None:
-        """Decode the newest blocks back into the tail, until every row's table ends at or before ``target``."""
-        assert self.tail is not None
-        for index, row in enumerate(self.rows):
-            length = max(0, target - row.start)
-            if length == 0:
-                self.rows[index] = row = self._emptied(row)
-            while row.blocks and row.sealed > length:
-                block: Block = row.blocks.pop()
-                self.tail.prepend(index, *block.store.decode(block), first=self.first_column(row))
-                row.sealed = block.start
-                block.store.drop(block)
-            self._shorten_sinks(row)
-            if row.sealed == 0 and target < row.start:
-                row.start = target
-
-
-    def _emptied(self, row: Row) -> Row:
-        """A row without tokens in place of one whose table goes."""
-        row.release()
-        return Row(start=min(row.start, self.seen), sealed=0)
-
-    def _shorten_sinks(self, row: Row) -> None:
-        """Sinks that are in the tail again leave their block."""
-        old = row.sinks
-        if old is None or old.num_tokens <= row.sealed:
-            return
-        keys, values = (t[None, :, : row.sealed] for t in old.store.decode(old))
-        row.sinks = self.exact_store().put(keys, values, [0])[0] if row.sealed else None
-        old.store.drop(old)
-
-
-def _to_blocks(x: Tensor, size: int) -> Tensor:
-    """``[heads, tokens, dim]`` to ``[blocks, heads, size, dim]``."""
-    return x.unflatten(1, (-1, size)).transpose(0, 1)
-
-
-def _in_order(chosen: list[list[int]]) -> bool:
-    return all(row == list(range(len(row))) for row in chosen)

@@ -89,7 +89,12 @@ class PrefixCache:
             raise QkvError(f"prefix policy {policy!r} is neither lru nor lfu")
         if min_match < 1:
             raise QkvError(f"min_match {min_match!r} is not a number of tokens, at least 1")
-        self.max_bytes, self.policy, self.min_match, self.make = parse_bytes(max_bytes), policy, min_match, make
+        self.max_bytes, self.policy, self.min_match, self.make = (
+            parse_bytes(max_bytes),
+            policy,
+            min_match,
+            make,
+        )
         self._roots: dict[tuple[Any, ...], Node] = {}
         self._template: Any = None
         self._clock = 0
@@ -111,7 +116,7 @@ class PrefixCache:
     def lookup(self, ids: Any, cache: Any = None, *, salt: str = "") -> tuple[Any, int]:
         """A cache that holds the longest stored prefix of ``ids``, and how many tokens that is.
 
-        At least one token is left to run. The cache is independent: what is appended to it changes nothing here.
+        At least one token is left to run. The cache is independent: using it changes nothing here.
 
         Args:
             ids: tokens of one prompt: a list, or a tensor ``[tokens]`` or ``[1, tokens]``.
@@ -261,7 +266,9 @@ def _tokens(ids: Any) -> Tokens:
     """Tokens as whole numbers of full width; one prompt only."""
     if isinstance(ids, torch.Tensor):
         if ids.dim() > 2 or (ids.dim() == 2 and ids.shape[0] != 1):
-            raise QkvError(f"prefixes are looked up one prompt at a time; got ids of shape {tuple(ids.shape)}")
+            raise QkvError(
+                f"prefixes are looked up one prompt at a time; got ids of shape {tuple(ids.shape)}"
+            )
         ids = ids.flatten().tolist()
     if not isinstance(ids, Sequence):
         raise QkvError(f"ids are a list or tensor of tokens; got {type(ids).__name__}")
@@ -276,6 +283,6 @@ def _check_shareable(cache: Any) -> None:
     if len(cache.block_layers) != len(cache.layers):
         stock = {type(v).__name__ for v in cache.layers} - {"KVLayer"}
         raise QkvError(
-            f"layers of kind {', '.join(sorted(stock))} cannot be shared between prompts; make the cache with "
-            "shareable=True (linear-attention layers have no prefix to share)"
+            f"layers of kind {', '.join(sorted(stock))} cannot be shared between prompts; make the cache "
+            "with shareable=True (linear-attention layers have no prefix to share)"
         )

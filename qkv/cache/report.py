@@ -52,10 +52,12 @@ class CacheReport:
         return {"nbytes": self.nbytes, "rows": [asdict(row) | {"nbytes": row.nbytes} for row in self.rows]}
 
     def __str__(self) -> str:
-        head = f"{'layers':42} {'n':>3} {'seen':>7} {'held':>7} {'blocks MB':>10} {'exact MB':>9} {'bits':>6} {'MB':>9}"
+        names = f"{'layers':42} {'n':>3} {'seen':>7} {'held':>7}"
+        head = f"{names} {'blocks MB':>10} {'exact MB':>9} {'bits':>6} {'MB':>9}"
         lines = [
-            f"{row.name:42} {row.layers:3} {row.tokens_seen:7} {row.tokens_held:7} {row.block_nbytes / 1e6:10.3f} "
-            f"{row.exact_nbytes / 1e6:9.3f} {row.bits:6.2f} {row.nbytes / 1e6:9.3f}"
+            f"{row.name:42} {row.layers:3} {row.tokens_seen:7} {row.tokens_held:7} "
+            f"{row.block_nbytes / 1e6:10.3f} {row.exact_nbytes / 1e6:9.3f} {row.bits:6.2f} "
+            f"{row.nbytes / 1e6:9.3f}"
             for row in self.rows
         ]
         return "\n".join([head, *lines, f"{'total':42} {'':46} {self.nbytes / 1e6:9.3f}"])
@@ -66,7 +68,9 @@ def report_layers(layers: Sequence[CacheLayer], stock: Sequence[tuple[str, int]]
     groups: dict[str, list[CacheLayer]] = {}
     for layer in layers:
         settings = layer.settings
-        groups.setdefault(f"{settings.keys} / {settings.values}, {type(settings.retain).__name__}", []).append(layer)
+        groups.setdefault(
+            f"{settings.keys} / {settings.values}, {type(settings.retain).__name__}", []
+        ).append(layer)
     rows = [_row(name, group) for name, group in groups.items()]
     for name in dict.fromkeys(name for name, _ in stock):
         sizes = [nbytes for other, nbytes in stock if other == name]

@@ -28,7 +28,7 @@ class Rotation:
     refused: str = ""
 
     def move(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Rotate ``[..., tokens, dim]`` by ``delta`` positions, ``[tokens]``; dims past the rotary ones stay."""
+        """Rotate ``[..., tokens, dim]`` by ``delta`` positions, ``[tokens]``; dims past the rotary stay."""
         if self.refused:
             raise QkvError(
                 f"sinks cannot be turned: {self.refused}; use Window(..., rerotate=False), or stay within "

@@ -70,6 +70,14 @@ class Row:
         self.mass, self.focus = _without(self.mass, index), _without(self.focus, index)
         block.store.drop(block)
 
+    def trim_statistics(self, tail_blocks: int) -> None:
+        """Forget what was noted of blocks that did not come to be."""
+        count = len(self.blocks) + tail_blocks
+        if self.mass is not None and self.mass.shape[0] > count:
+            self.mass = self.mass[:count].clone()
+        if self.focus is not None and self.focus.shape[0] > count:
+            self.focus = self.focus[:count].clone()
+
     def held_tokens(self, length: int) -> int:
         """Distinct tokens held when the row is ``length`` tokens long."""
         hidden = sum(max(0, min(block.end, self.num_hidden) - block.start) for block in self.blocks)

@@ -23,7 +23,7 @@ class LayerSettings:
         block_size: tokens of a block: what is encoded, evicted and shared at once.
         residual: newest tokens that stay exact; between ``residual`` and ``residual + block_size - 1`` do.
         retain: what stays at all.
-        rotation: the model's rotary angles, where sinks may have to be turned; None: positions are not rotary.
+        rotation: the model's rotary angles, where sinks may have to be turned; None: no rotary positions.
         byte_budget: bytes this layer may hold over the whole batch; None: not limited in bytes.
         token_share: this layer's part of a budget in tokens, 1 being the mean.
 

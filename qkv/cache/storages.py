@@ -11,12 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, counts storages made and freed. ``peak``: most bytes held at once beyond those before."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.held = self.peak = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held: int = 0
+        self.peak: int = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,4 +49,4 @@ def peak_nbytes(work: Callable[[], object]) -> int:
     """Most bytes that ``work`` held at once beyond those that were there before."""
     with StorageTracker() as tracker:
         work()
-    return tracker.peak
+    return int(tracker.peak)

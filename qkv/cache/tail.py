@@ -57,7 +57,7 @@ class Tail:
         self.keys, self.values = _gather(self.keys, index), _gather(self.values, index)
 
     def prepend(self, row: int, keys: Tensor, values: Tensor, first: int) -> None:
-        """Write tokens ``[heads, tokens, dim]`` of one row, whose own columns begin at ``first``, before them."""
+        """Write tokens ``[heads, tokens, dim]`` of a row before its own columns, which begin at ``first``."""
         missing = keys.shape[1] - first
         if missing > 0:
             self.keys = torch.nn.functional.pad(self.keys, (0, 0, missing, 0))

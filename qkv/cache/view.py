@@ -41,6 +41,8 @@ class RowView:
             the keys: sinks, then summary.
         anchor_turn: where anchors must be turned, their rotation at the first open query, ``[anchors]``;
             each later query sees them turned by one more position.
+        anchor_lead: positions by which the first anchor is turned at the first open query, negative while
+            the window has not yet left it behind.
         runs: sealed blocks, in the order of the table.
         tail_keys: ``[heads, tokens, dim]``, exact, the open tokens last; ``tail_values`` likewise.
         tail_start: position of the tail's first token.
@@ -53,6 +55,7 @@ class RowView:
 
     anchors: tuple[Tensor, Tensor] | None
     anchor_turn: Tensor | None
+    anchor_lead: int
     runs: list[Run]
     tail_keys: Tensor
     tail_values: Tensor
@@ -75,12 +78,14 @@ def view_row(layer: CacheLayer, index: int) -> RowView:
     assert tail is not None
     first = min(max(layer.first_column(row), 0), tail.columns)
     anchors, positions = _anchors(row)
-    turn = None
+    turn, lead = None, 0
     if anchors is not None and retain.turns(layer.row_length(row), layer.settings.rotation):
         turn = _turn(positions, layer.row_length(row), retain.size_of_window, anchors[0].device)
+        lead = layer.row_length(row) - retain.size_of_window + 1 - len(positions) - positions[0]
     return RowView(
         anchors=anchors,
         anchor_turn=turn,
+        anchor_lead=lead,
         runs=find_runs(row.blocks),
         tail_keys=tail.keys[index, :, first:],
         tail_values=tail.values[index, :, first:],
@@ -98,7 +103,11 @@ def find_runs(blocks: list[Block]) -> list[Run]:
     runs: list[Run] = []
     first = 0
     for i in range(1, len(blocks) + 1):
-        if i < len(blocks) and blocks[i].slab is blocks[i - 1].slab and blocks[i].slot == blocks[i - 1].slot + 1:
+        if (
+            i < len(blocks)
+            and blocks[i].slab is blocks[i - 1].slab
+            and blocks[i].slot == blocks[i - 1].slot + 1
+        ):
             continue
         slots = slice(blocks[first].slot, blocks[i - 1].slot + 1)
         tensors = {name: t[slots] for name, t in blocks[first].slab.tensors.items()}
@@ -159,7 +168,9 @@ def _dense_row(layer: CacheLayer, index: int) -> tuple[Tensor, Tensor]:
         keys.append(turned)
         values.append(view.anchors[1])
     for run in view.runs:
-        run_keys, run_values = (t.transpose(0, 1).flatten(1, 2) for t in decode_slots(run.layout, run.tensors))
+        run_keys, run_values = (
+            t.transpose(0, 1).flatten(1, 2) for t in decode_slots(run.layout, run.tensors)
+        )
         shown = _shown(run, max(low, view.hidden))
         keys.append(run_keys if shown is None else run_keys[:, shown])
         values.append(run_values if shown is None else run_values[:, shown])

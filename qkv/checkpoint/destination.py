@@ -77,9 +77,7 @@ class Destination:
 
 def _check_apart(dst: Path, source_dir: Path) -> None:
     if contains(source_dir, dst) or contains(dst, source_dir):
-        raise CheckpointError(
-            f"{dst} and the source {source_dir} overlap; choose a destination apart from the source"
-        )
+        raise CheckpointError(f"{dst} and the source {source_dir} overlap; choose a destination apart from the source")
 
 
 def _check_replaceable(dst: Path, overwrite: bool) -> None:
@@ -88,9 +86,7 @@ def _check_replaceable(dst: Path, overwrite: bool) -> None:
     if not dst.is_dir():
         raise CheckpointError(f"{dst} exists and is not a directory; choose another destination")
     if not overwrite:
-        raise CheckpointError(
-            f"{dst} exists already; choose another destination, or pass overwrite (--overwrite)"
-        )
+        raise CheckpointError(f"{dst} exists already; choose another destination, or pass overwrite (--overwrite)")
     if any(dst.iterdir()) and not _looks_like_model(dst):
         raise CheckpointError(
             f"{dst} does not look like a model directory (config.json, *.safetensors) and is not replaced; "

@@ -105,9 +105,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
 
 def _header_nbytes(path: Path, prefix: bytes, file_nbytes: int) -> int:
     if prefix == _GIT_LFS:
-        raise CheckpointError(
-            f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder"
-        )
+        raise CheckpointError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
     nbytes = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or nbytes > file_nbytes - 8:
         claim = f", its header claims {nbytes}" if len(prefix) == 8 else ""
@@ -144,9 +142,7 @@ def _checked_fields(fields: object) -> tuple[torch.dtype, tuple[int, ...], int, 
     shape = _checked_sizes("shape", fields.get("shape"))
     offsets = _checked_sizes("data_offsets", fields.get("data_offsets"))
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(
-            f"data_offsets must be [begin, end] with begin <= end, not {shown(list(offsets))}"
-        )
+        raise CheckpointError(f"data_offsets must be [begin, end] with begin <= end, not {shown(list(offsets))}")
     nbytes = checked_nbytes(shape, dtype)
     if offsets[1] - offsets[0] != nbytes:
         held = offsets[1] - offsets[0]
@@ -179,6 +175,4 @@ def _check_cover(path: Path, entries: list[TensorEntry], data_start: int, file_n
         position += entry.nbytes
     if file_nbytes != position:
         fault = "is truncated" if file_nbytes < position else "has extra bytes at its end"
-        raise CheckpointError(
-            f"{path} {fault}: it has {file_nbytes} bytes, its header says {position}; get it again"
-        )
+        raise CheckpointError(f"{path} {fault}: it has {file_nbytes} bytes, its header says {position}; get it again")

@@ -53,9 +53,7 @@ def _checked_weight_map(path: Path, weight_map: object) -> dict[str, str]:
         raise CheckpointError(f"{path} has no weight_map of tensor names to file names")
     for tensor, name in weight_map.items():
         if not isinstance(name, str):
-            raise CheckpointError(
-                f"{path}: the file of tensor {shown(tensor)} must be a name, not {shown(name)}"
-            )
+            raise CheckpointError(f"{path}: the file of tensor {shown(tensor)} must be a name, not {shown(name)}")
     return weight_map
 
 

@@ -11,12 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from qkv.checkpoint.output import PieceOf, write_model
+from qkv.checkpoint.read import FORMAT_VERSION
 from qkv.checkpoint.source import Source
 from qkv.checkpoint.writer import TensorSpec
 from qkv.errors import CheckpointError, QkvError
-from qkv.memory.footprint import Footprint, Item, Note
-from qkv.integration.select import Settings
+from qkv.integration.settings import Settings
 from qkv.integration.skeleton import Choice, Chooser
+from qkv.memory.footprint import Footprint, Item, Note
 from qkv.quantizers.format import Format
 from qkv.quantizers.quantize import quantize_tensor
 from qkv.units import format_bytes
@@ -82,7 +83,7 @@ def quantize_checkpoint(
     with Source.open(src) as source:
         refuse_quantized(source)
         source.require_config()
-        chooser = Chooser(source.directory, settings)
+        chooser = Chooser(source.directory, settings, source.entries)
         choices = {n: chooser.choose(n, e.shape, e.dtype) for n, e in source.entries.items()}
         if not any(choice.format for choice in choices.values()):
             raise QkvError(f"{source.path} has no tensor that the settings let be quantized")
@@ -141,7 +142,7 @@ def _config(source: Source, choices: Mapping[str, Choice], settings: Settings) -
     }
     own: dict[str, Any] = {
         "quant_method": "qkv",
-        "format_version": 1,
+        "format_version": FORMAT_VERSION,
         "format": str(settings.format),
         "skip": list(settings.skip),
         "embeddings": None if settings.embeddings is None else str(settings.embeddings),

@@ -11,12 +11,13 @@ import torch
 
 from qkv.checkpoint.header import TensorEntry
 from qkv.checkpoint.source import Source
-from qkv.errors import CheckpointError
+from qkv.errors import CheckpointError, QkvError, shown
+from qkv.integration.settings import Settings
 from qkv.memory.footprint import Item, dtype_named
-from qkv.integration.select import Settings
 from qkv.quantizers.experts import parameter_format
 from qkv.quantizers.format import Format
 
+FORMAT_VERSION = 1
 SUFFIXES = ("_scale", "_zero", "_scale_absmax", "_scale_offset", "_shape")
 
 
@@ -75,23 +76,49 @@ def stored_weights(source: Source) -> list[Stored]:
     config = source.config.get("quantization_config")
     if not config:
         return [_plain(entry) for entry in source.entries.values()]
-    method = config.get("quant_method") if isinstance(config, dict) else config
-    if method != "qkv":
-        raise CheckpointError(f"{source.path} is quantized with {method}, which cannot be read here; use its float form")
-    settings = Settings.parse(
-        config.get("format"), config.get("skip"), config.get("embeddings"), config.get("overrides")
-    )
-    names = [name for name in source.entries if f"{name}_scale" in source.entries]
+    settings = _settings(source, config)
+    names = {name for name in source.entries if f"{name}_scale" in source.entries}
     parts = {name + suffix for name in names for suffix in SUFFIXES}
     return [
-        _quantized(name, source, settings, config) if name in names else _plain(entry)
+        _quantized(name, source, settings, config) if name in names else _unquantized(entry)
         for name, entry in source.entries.items()
         if name not in parts
     ]
 
 
+def _settings(source: Source, config: Any) -> Settings:
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    if method != "qkv" or not isinstance(config, dict):
+        raise CheckpointError(
+            f"{source.path} is quantized with {shown(method)}, which cannot be read here; use its float form"
+        )
+    version = config.get("format_version", FORMAT_VERSION)
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{source.path} has format_version {shown(version)}, and {FORMAT_VERSION} is what can be read here; update qkv"
+        )
+    kinds = {"skip": list, "overrides": dict, "dtypes": dict, "transposed": list}
+    for key, kind in kinds.items():
+        if not isinstance(config.get(key, kind()), kind):
+            found = shown(config[key])
+            raise CheckpointError(f"{source.path}: {key} in quantization_config is no {kind.__name__}: {found}")
+    try:
+        return Settings.parse(
+            config.get("format", ""), config.get("skip"), config.get("embeddings"), config.get("overrides")
+        )
+    except QkvError as error:
+        raise CheckpointError(f"{source.path}: quantization_config: {error}") from error
+
+
 def _plain(entry: TensorEntry) -> Stored:
     return Stored(entry.name, {entry.name: entry}, None, entry.shape, entry.dtype)
+
+
+def _unquantized(entry: TensorEntry) -> Stored:
+    """A plain tensor of a quantized directory, which holds no bytes but those with scales."""
+    if entry.dtype in (torch.uint8, torch.int8) and len(entry.shape) > 2:
+        raise CheckpointError(f"{entry.path}: {entry.name} holds codes but its scales are missing; write it again")
+    return _plain(entry)
 
 
 def _quantized(name: str, source: Source, settings: Settings, config: Mapping[str, Any]) -> Stored:
@@ -105,7 +132,7 @@ def _quantized(name: str, source: Source, settings: Settings, config: Mapping[st
             found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
             raise CheckpointError(f"{codes.path}: {name}{suffix} is {found}; {format} needs {dtype} {list(size)}")
     dtype_name = config.get("dtypes", {}).get(name)
-    dtype = dtype_named(dtype_name) if dtype_name else config_dtype(source.config)
+    dtype = dtype_named(str(dtype_name)) if dtype_name else config_dtype(source.config)
     found_entries = {key: entry for key, entry in entries.items() if entry is not None}
     return Stored(name, found_entries, format, shape, dtype, name in config.get("transposed", ()))
 

@@ -69,9 +69,7 @@ class Source:
     def require_config(self) -> dict[str, Any]:
         """Return the config; CheckpointError where there is none or nothing in it."""
         if not self.config:
-            raise CheckpointError(
-                f"{self.directory} has no config.json that says anything; add the model's own"
-            )
+            raise CheckpointError(f"{self.directory} has no config.json that says anything; add the model's own")
         return self.config
 
     def read(self, name: str) -> torch.Tensor:
@@ -87,9 +85,7 @@ class Source:
         """
         entry = self.entries[name]
         if not entry.shape or not 0 <= start <= stop <= entry.shape[0]:
-            raise IndexError(
-                f"rows {start} to {stop} are not within {shown(name)} of shape {list(entry.shape)}"
-            )
+            raise IndexError(f"rows {start} to {stop} are not within {shown(name)} of shape {list(entry.shape)}")
         row_nbytes = entry.nbytes // max(entry.shape[0], 1)
         return _read_bytes(entry, entry.offset + start * row_nbytes, (stop - start, *entry.shape[1:]))
 
@@ -122,9 +118,7 @@ def _merged_entries(shards: list[Path]) -> dict[str, TensorEntry]:
     for shard in shards:
         entries, _ = read_header(shard)
         for name in entries.keys() & merged.keys():
-            raise CheckpointError(
-                f"tensor {shown(name)} is in both {merged[name].path} and {shard}; keep one"
-            )
+            raise CheckpointError(f"tensor {shown(name)} is in both {merged[name].path} and {shard}; keep one")
         merged.update(entries)
     return merged
 
@@ -133,9 +127,7 @@ def _check_index(directory: Path, weight_map: dict[str, Path], entries: dict[str
     """Check that the index and the shards tell the same story about every tensor."""
     for name, shard in weight_map.items():
         if name not in entries or entries[name].path != shard:
-            raise CheckpointError(
-                f"{shard} lacks the tensor {shown(name)} that the index lists in it; get it again"
-            )
+            raise CheckpointError(f"{shard} lacks the tensor {shown(name)} that the index lists in it; get it again")
     for name, entry in entries.items():
         if name not in weight_map:
             raise CheckpointError(f"{entry.path} holds the tensor {shown(name)} that the index does not list")

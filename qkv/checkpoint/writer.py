@@ -67,18 +67,14 @@ class StreamWriter:
         """Write the next tensor whole; ValueError unless name, dtype and shape are the next spec's."""
         spec = self._next_spec(name)
         if self._position or tuple(tensor.shape) != spec.shape:
-            raise ValueError(
-                f"{shown(name)} needs shape {list(spec.shape)} in one piece, got {list(tensor.shape)}"
-            )
+            raise ValueError(f"{shown(name)} needs shape {list(spec.shape)} in one piece, got {list(tensor.shape)}")
         self._append(spec, tensor)
 
     def write_chunk(self, name: str, rows: torch.Tensor) -> None:
         """Write the next rows (along dimension 0) of the next tensor; the last rows complete it."""
         spec = self._next_spec(name)
         if not spec.shape or tuple(rows.shape[1:]) != spec.shape[1:] or rows.dim() != len(spec.shape):
-            raise ValueError(
-                f"rows of {list(rows.shape)} do not fit {shown(name)} of shape {list(spec.shape)}"
-            )
+            raise ValueError(f"rows of {list(rows.shape)} do not fit {shown(name)} of shape {list(spec.shape)}")
         self._append(spec, rows)
 
     def close(self) -> None:
@@ -126,9 +122,7 @@ class StreamWriter:
             raise ValueError(f"{shown(spec.name)} needs {spec.dtype}, got {tensor.dtype}")
         data = byte_view(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
         if self._position + len(data) > spec.nbytes:
-            raise ValueError(
-                f"{shown(spec.name)} takes {spec.nbytes} bytes, got {self._position + len(data)}"
-            )
+            raise ValueError(f"{shown(spec.name)} takes {spec.nbytes} bytes, got {self._position + len(data)}")
         self._file.seek(self._offsets[spec.name] + self._position)
         self._file.write(data)
         self._position += len(data)

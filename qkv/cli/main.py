@@ -9,6 +9,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
+USERS_TO_MEND = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM,
+    errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP,
+)  # fmt: skip
+"""Errors of the system that are told in one line."""
 COMMANDS = ("quantize", "dequantize", "generate", "perplexity", "report", "doctor", "demo")
 
 
@@ -17,13 +22,14 @@ def build_parser() -> argparse.ArgumentParser:
     from qkv import __version__
 
     parser = argparse.ArgumentParser(
-        prog="qkv", description="Quantize checkpoints, run them, and see what they take. GB and MB are 10^9 and 10^6."
+        prog="qkv",
+        description="Quantize checkpoints, run them, and see what they take. GB and MB are 10^9 and 10^6.",
     )
     parser.add_argument("--version", action="version", version=f"qkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"qkv.cli.{name}")
-        command = commands.add_parser(name, help=module.__doc__.split("\n")[0], description=module.__doc__)
+        command = commands.add_parser(name, help=(module.__doc__ or "").split("\n")[0], description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
@@ -42,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             return 0
-        if error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOENT, errno.EISDIR):
+        if error.errno in USERS_TO_MEND:
             return _say(error)
         raise
     except KeyboardInterrupt:

@@ -16,16 +16,28 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 def add_format_options(parser: argparse.ArgumentParser) -> None:
     """What to quantize to what."""
     parser.add_argument(
-        "--format", default="nf4", help="nf4, int8 or int4, with options: int8:g128:asym, nf4:double (default nf4)"
+        "--format",
+        default="nf4",
+        help="nf4, int8 or int4, with options: int8:g128:asym, nf4:double (default nf4)",
     )
     parser.add_argument(
-        "--embeddings", metavar="FORMAT", help="quantize embedding tables and the output head too, to int8 say"
+        "--embeddings",
+        metavar="FORMAT",
+        help="quantize embedding tables and the output head too, to int8 say",
     )
     parser.add_argument(
-        "--skip", action="append", default=[], metavar="NAME", help="leave modules alone: mlp, layers.0, layers.*.q_proj"
+        "--skip",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave modules alone: mlp, layers.0, layers.*.q_proj",
     )
     parser.add_argument(
-        "--override", action="append", default=[], metavar="NAME=FORMAT", help="another format for some modules, or keep"
+        "--override",
+        action="append",
+        default=[],
+        metavar="NAME=FORMAT",
+        help="another format for some modules, or keep",
     )
 
 
@@ -52,3 +64,19 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
     return value
+
+
+def read_text(path: str) -> str:
+    """A text file.
+
+    Raises:
+        QkvError: not UTF-8.
+    """
+    from pathlib import Path
+
+    from qkv.errors import QkvError
+
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise QkvError(f"{path} is not a UTF-8 text (byte {error.start}); convert it first") from error

@@ -18,14 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure and print."""
-    from pathlib import Path
-
+    from qkv.cli.options import read_text
     from qkv.integration.load import load, load_tokenizer
     from qkv.integration.perplexity import perplexity
 
-    text = Path(options.text).read_text(encoding="utf-8")
+    text = read_text(options.text)
     model = load(options.model, dtype=options.dtype)
-    result = perplexity(
-        model, load_tokenizer(options.model), text, window=options.window, num_windows=options.windows
-    )
+    result = perplexity(model, load_tokenizer(options.model), text, window=options.window, num_windows=options.windows)
     print(result)

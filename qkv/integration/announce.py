@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
-_MARKS = ("hf_quantizer", "is_quantized", "quantization_method")
+from qkv.integration.compat import saving_conversions
+
+_MARKS = ("hf_quantizer", "is_quantized", "quantization_method", "_weight_conversions")
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -16,16 +18,20 @@ def is_transformers_model(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
-def announce(model: nn.Module) -> None:
+def announce(model: Any) -> None:
     """Attach the quantization config that describes ``model`` as it is now."""
     if not is_transformers_model(model):
         return
-    from qkv.integration.describe import describe
+    from qkv.integration.describe import describe, history
     from qkv.integration.hf_quantizer import QkvConfig, QkvHfQuantizer
 
-    config: Any = QkvConfig.from_settings(describe(model))
+    config: Any = QkvConfig.from_settings(describe(model), **history(model))
+    quantizer = QkvHfQuantizer(config, pre_quantized=True)
     model.config.quantization_config = config
-    model.hf_quantizer = QkvHfQuantizer(config, pre_quantized=True)
+    model.hf_quantizer = quantizer
+    conversions = saving_conversions(model)
+    if conversions:
+        model._weight_conversions = quantizer.update_weight_conversions(conversions, model)
 
 
 def withdraw(model: nn.Module) -> None:
@@ -39,7 +45,7 @@ def take_marks(model: nn.Module) -> tuple[dict[str, Any], Any]:
     return attached, getattr(getattr(model, "config", None), "quantization_config", None)
 
 
-def put_marks(model: nn.Module, marks: tuple[dict[str, Any], Any]) -> None:
+def put_marks(model: Any, marks: tuple[dict[str, Any], Any]) -> None:
     """Attach exactly ``marks``."""
     if not is_transformers_model(model):
         return

@@ -30,6 +30,17 @@ def copy_converter(converter: Any, sources: list[str], targets: list[str]) -> An
     return type(converter)(sources, targets, operations=operations)
 
 
+def saving_conversions(model: Any) -> list[Any]:
+    """The rules by which ``save_pretrained`` will turn the model's parameters into those of its checkpoints."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    known = getattr(model, "_weight_conversions", None)
+    if known is None:
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        known = [rule for rule in known if type(rule).__name__ != "PrefixChange"]  # says nothing of this model
+    return list(known)
+
+
 def checkpoint_renamer(model: Any) -> Callable[[str], tuple[str, bool]]:
     """A function from a tensor's name in a file to its name in ``model`` and whether it is reshaped on the way.
 
@@ -62,7 +73,7 @@ def gguf_options() -> dict[str, Any]:
 
 
 def cache_argument(model: Any) -> str:
-    """What this model's ``forward`` and ``generate`` call their cache: ``cache`` since transformers 5.22 or so,
+    """What this model's ``forward`` and ``generate`` call their cache: ``cache`` in newer versions,
     ``past_key_values`` before."""
     import inspect
 
@@ -77,12 +88,13 @@ def stock_layers(config: Any) -> list[Any]:
 
 
 _INTERLEAVED = frozenset(
-    "codegen cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe glm glm4 gptj helium llama4_text".split()
+    "codegen cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe glm glm4 gptj helium "
+    "llama4_text".split()
 )
 
 
 def rotary_angles(config: Any) -> tuple[tuple[float, ...], int, str] | None:
-    """Radians a position of each rotary pair, trained positions, and why keys cannot be turned ("" if they can).
+    """Radians a position of each rotary pair, trained positions, why keys cannot be turned ("": they can).
 
     None for a model without rotary positions.
     """
@@ -115,7 +127,7 @@ def _frequencies(config: Any, parameters: dict[str, Any], kind: str, theta: floa
 
 
 def step_positions(args: tuple[Any, ...], extra: dict[str, Any]) -> Any:
-    """Position ids of a step as a model hands them to ``Cache.update`` (``kwargs=`` since 5.22 or so); or None."""
+    """Position ids of a step as newer models hand them to ``Cache.update`` (in ``kwargs=``); or None."""
     found = extra.get("kwargs") or extra
     positions = found.get("position_ids") if isinstance(found, dict) else None
     return positions if positions is not None and getattr(positions, "ndim", 0) == 2 else None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from torch import nn
 
-from qkv.integration.select import Settings, output_head, select
+from qkv.integration.select import output_head, select
+from qkv.integration.settings import Settings
 from qkv.quantizers.embedding import QuantizedEmbedding
 from qkv.quantizers.holder import Holder
 
@@ -27,3 +29,20 @@ def describe(model: nn.Module) -> Settings:
     overrides = tables | {name: format for name, format in layers.items() if format != default}
     longest_first = dict(sorted(overrides.items(), key=lambda item: -len(item[0])))
     return Settings(default, skip, embeddings, longest_first)
+
+
+def history(model: nn.Module) -> dict[str, Any]:
+    """What the quantized parameters were: which ones are stored transposed, and dtypes unlike the model's own.
+
+    ``dequantize_checkpoint`` restores both; names are those of the model's parameters.
+    """
+    specs = {
+        f"{name}.{parameter}": spec
+        for name, module in model.named_modules()
+        if isinstance(module, Holder)
+        for parameter, spec in module.specs.items()
+    }
+    own = getattr(model, "dtype", None)
+    transposed = sorted(name for name, spec in specs.items() if spec.transposed)
+    dtypes = {n: str(spec.dtype).removeprefix("torch.") for n, spec in specs.items() if spec.dtype != own}
+    return ({"transposed": transposed} if transposed else {}) | ({"dtypes": dtypes} if dtypes else {})

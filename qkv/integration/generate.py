@@ -25,13 +25,15 @@ def generate_text(
     """Load a model, continue ``prompt`` on standard output, and say on standard error how fast it went.
 
     Raises:
-        QkvError: a temperature below 0, ``top_p`` outside (0, 1], or no chat template.
+        QkvError: a temperature below 0, ``top_p`` outside (0, 1], a seed out of range, or no chat template.
     """
     import sys
 
     from transformers import TextStreamer
 
     sampling = sampling_options(temperature, top_p)
+    if not 0 <= seed < 2**63:
+        raise QkvError(f"seed {seed} is not a whole number from 0 to 2**63 - 1")
     tokenizer = load_tokenizer(path)
     inputs = encode_prompt(tokenizer, prompt, chat=chat)
     model = load(path)

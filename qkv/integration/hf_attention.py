@@ -1,10 +1,10 @@
-"""Our attention over blocks as a transformers attention implementation, named ``"qkv"``, with its mask function."""
+"""Our attention over blocks as a transformers attention implementation, ``"qkv"``, with its mask function."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Attachment:
         QkvError: a model that does not.
     """
 
-    _claims: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
+    _claims: ClassVar[weakref.WeakKeyDictionary[Any, tuple[str, int]]] = weakref.WeakKeyDictionary()
 
     def __init__(self, model: Any) -> None:
         _check_model(model)
@@ -42,7 +42,7 @@ class Attachment:
         if count == 0:
             model.set_attn_implementation(NAME)
 
-    def again(self) -> Self | None:
+    def again(self) -> Attachment | None:
         """A second claim on the same model; None where it is gone."""
         model = self._model()
         return None if model is None else type(self)(model)
@@ -95,8 +95,8 @@ class LazyMask:
 
     def __getattr__(self, name: str) -> Any:
         raise QkvError(
-            f"this model reads {name!r} of its attention mask, which our attention does not build; detach the cache and "
-            "let the model's own attention read it"
+            f"this model reads {name!r} of its attention mask, which our attention does not build; detach "
+            "the cache and let the model's own attention read it"
         )
 
 
@@ -110,13 +110,15 @@ class BlockHandle:
         """The layer, once."""
         layer, self._layer = self._layer, None
         if layer is None:
-            raise QkvError("this model reads one layer's keys twice (shared between layers); detach the cache")
+            raise QkvError(
+                "this model reads one layer's keys twice (shared between layers); detach the cache"
+            )
         return layer
 
     def __getattr__(self, name: str) -> Any:
         raise QkvError(
-            f"this model reads {name!r} of its keys between cache and attention, where they are still encoded; detach the "
-            "cache and let the model's own attention read it"
+            f"this model reads {name!r} of its keys between cache and attention, where they are still "
+            "encoded; detach the cache and let the model's own attention read it"
         )
 
 
@@ -146,12 +148,18 @@ def attention(
     if not isinstance(key, BlockHandle):
         return _stock(module, query, key, value, attention_mask, dropout, kwargs)
     layer = key.take()
-    scale, softcap, sinks = kwargs.pop("scaling", None), kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
+    scale, softcap, sinks = (
+        kwargs.pop("scaling", None),
+        kwargs.pop("softcap", None),
+        kwargs.pop("s_aux", None),
+    )
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _IGNORED)
     if unknown or dropout:
         raise QkvError(f"our attention does not know {', '.join(unknown) or 'dropout'}; detach the cache")
     if not isinstance(attention_mask, LazyMask) or not (attention_mask.is_causal or layer.is_sliding):
-        raise QkvError("our attention masks causally and by padding; this call asks for another pattern: detach the cache")
+        raise QkvError(
+            "our attention masks causally and by padding; this call wants another pattern: detach the cache"
+        )
     scale = scale if scale is not None else query.shape[-1] ** -0.5
     step = _Step(layer, query, attention_mask.padding, float(scale), softcap, sinks)
     output = _first_prefill(module, step) if step.is_first_prefill else step.run()
@@ -250,7 +258,7 @@ class _Step:
         grouped = None
         if retain.num_observed:
             heads = self.core.store.layout.heads if self.core.store is not None else 1
-            grouped = (queries * self.scale).unflatten(0, (heads, -1))
+            grouped = torch.unflatten(queries * self.scale, 0, (heads, -1))
             grouped = torch.nn.functional.pad(grouped, (0, 0, missing, 0)) if missing else grouped
         if mass is not None and focus is not None and missing:
             mass, focus = (torch.nn.functional.pad(t, (0, 0, missing, 0)) for t in (mass, focus))
@@ -267,7 +275,13 @@ def _first_prefill(module: Any, step: _Step) -> Tensor:
 
 
 def _stock(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float, kwargs: dict[str, Any]
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float,
+    kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
     built = attention_mask.stock() if isinstance(attention_mask, LazyMask) else attention_mask
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
@@ -306,8 +320,12 @@ def _sdpa() -> Any:
 def _check_model(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None):
-        raise QkvError(f"{config.model_type} expands latent keys between cache and attention; use the cache unattached")
+        raise QkvError(
+            f"{config.model_type} expands latent keys between cache and attention; use the cache unattached"
+        )
     if getattr(config, "num_kv_shared_layers", None):
         raise QkvError(f"{config.model_type} shares keys between layers; use the cache unattached")
     if not getattr(model, "_supports_attention_backend", False):
-        raise QkvError(f"{type(model).__name__} does not take its attention from the registry; use the cache unattached")
+        raise QkvError(
+            f"{type(model).__name__} does not take its attention from the registry; use the cache unattached"
+        )

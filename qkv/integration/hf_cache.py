@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
@@ -34,7 +34,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     Args:
         config: the model's configuration.
-        keys: codec of the keys, such as ``"int8"``, ``"int4:channel:g32"``, ``"exact"``; per channel by default.
+        keys: codec of the keys: ``"exact"``, ``"int8"``, ``"int4:channel:g32"`` …; per channel by default.
         values: codec of the values; per token by default.
         retain: what stays: ``None`` for all, :class:`Window`, :class:`Importance`.
         block_size: tokens encoded, evicted and shared at once.
@@ -84,7 +84,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._share_tokens()
 
     @classmethod
-    def from_layers(cls, layers: list[Any], settings: LayerSettings, model_key: str) -> Self:
+    def from_layers(cls, layers: list[Any], settings: LayerSettings, model_key: str) -> KVCache:
         """A cache of layers that exist already (a saved one)."""
         cache = cls.__new__(cls)
         cache._begin(layers, settings, model_key, offloading=False)
@@ -115,7 +115,7 @@ class KVCache(Cache):  # type: ignore[misc]
         return max((layer.num_held for layer in self.block_layers), default=0)
 
     def room(self) -> int:
-        """Tokens one step may append so that each attends to what it would alone (see ``CacheLayer.room``)."""
+        """Tokens one step may append, each attending as it would alone (see ``CacheLayer.room``)."""
         return min(layer.room() for layer in self.block_layers)
 
     def report(self) -> CacheReport:
@@ -125,14 +125,18 @@ class KVCache(Cache):  # type: ignore[misc]
 
     # --- transformers' interface -------------------------------------------------------------------------
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """Add a step's tokens to a layer; returns what its attention reads.
 
         Raises:
             QkvError: where the model's one mask cannot be right for this layer.
         """
         if layer_idx >= len(self.layers):
-            raise QkvError(f"layer {layer_idx} of a cache made for {len(self.layers)} layers: another model's config?")
+            raise QkvError(
+                f"layer {layer_idx} of a cache made for {len(self.layers)} layers: another model's config?"
+            )
         layer = self.layers[layer_idx]
         if not isinstance(layer, KVLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -148,7 +152,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and first column of what ``update`` will return for a layer."""
-        sizes = super().get_mask_sizes(query_length, layer_idx)
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         layer = self.layers[layer_idx]
         if isinstance(layer, KVLayer):
             self._announced[layer.is_sliding] = (len(layer.core) + query_length, sizes[0])
@@ -177,7 +181,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     # --- attention ---------------------------------------------------------------------------------------
 
-    def attach(self, model: Any) -> Self:
+    def attach(self, model: Any) -> KVCache:
         """Make ``model`` read this cache through our attention over blocks; returns the cache.
 
         Raises:
@@ -195,7 +199,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     # --- copies ------------------------------------------------------------------------------------------
 
-    def fork(self) -> Self:
+    def fork(self) -> KVCache:
         """An independent cache over the same blocks; only tails and stock layers take memory of their own."""
         other = copy.copy(self)
         other.layers = [_fork_layer(layer) for layer in self.layers]
@@ -203,10 +207,10 @@ class KVCache(Cache):  # type: ignore[misc]
         other._attachment = None if self._attachment is None else self._attachment.again()
         return other
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         return self.fork()
 
-    def empty(self) -> Self:
+    def empty(self) -> KVCache:
         """A new cache with the same settings and nothing in it."""
         other = self.fork()
         other.reset()
@@ -270,21 +274,23 @@ class KVCache(Cache):  # type: ignore[misc]
         seen, announced = self._announced.get(layer.is_sliding, (-1, -1))
         if seen == len(layer.core) and announced != length:
             raise QkvError(
-                f"this layer holds {length} tokens where the model's one mask is made for {announced}; unequal layers "
-                "need KVCache.attach(model)"
+                f"this layer holds {length} tokens where the model's one mask is made for {announced}; "
+                "unequal layers need KVCache.attach(model)"
             )
 
     def _warn_unseen_mass(self) -> None:
         if self.settings.retain.needs_mass and not getattr(self, "_warned", False):
             self._warned = True
             warnings.warn(
-                "importance is scored without attention mass, by recency alone, because the model's own attention does "
-                "not report it; KVCache.attach(model) does",
+                "importance is scored without attention mass, by recency alone, because the model's own "
+                "attention does not report it; KVCache.attach(model) does",
                 stacklevel=4,
             )
 
     def __iter__(self) -> Iterator[Any]:
-        raise QkvError("a KVCache does not hold plain key and value tensors to iterate over; see .block_layers")
+        raise QkvError(
+            "a KVCache does not hold plain key and value tensors to iterate over; see .block_layers"
+        )
 
 
 def _make_layers(config: Any, settings: LayerSettings, shareable: bool) -> list[Any]:
@@ -309,7 +315,11 @@ def _make_layer(stock: Any, settings: LayerSettings, shareable: bool, only_slidi
 
 def _check_rotation(settings: LayerSettings) -> None:
     retain = settings.retain
-    if isinstance(retain, Window) and retain.rerotate and (settings.rotation is None or settings.rotation.refused):
+    if (
+        isinstance(retain, Window)
+        and retain.rerotate
+        and (settings.rotation is None or settings.rotation.refused)
+    ):
         why = "it has no rotary positions" if settings.rotation is None else settings.rotation.refused
         raise QkvError(f"Window(rerotate=True) cannot turn this model's keys: {why}; use rerotate=False")
 
@@ -336,7 +346,11 @@ def _is_fresh(layer: Any) -> bool:
 
 def _crop(layer: Any, tokens_to_remove: int) -> None:
     """A stock window that is asked for all it ever saw is emptied: it could not be cropped that far."""
-    if not isinstance(layer, KVLayer) and hasattr(layer, "get_seq_length") and -tokens_to_remove >= layer.get_seq_length():
+    if (
+        not isinstance(layer, KVLayer)
+        and hasattr(layer, "get_seq_length")
+        and -tokens_to_remove >= layer.get_seq_length()
+    ):
         layer.reset()
     elif not isinstance(layer, KVLayer) and tokens_to_remove == 0 and not getattr(layer, "record_past", True):
         return

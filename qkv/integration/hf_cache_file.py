@@ -64,9 +64,12 @@ def settings_to_json(settings: LayerSettings) -> dict[str, Any]:
     retain = settings.retain
     kind = next(name for name, known in RETENTIONS.items() if type(retain) is known)
     rotation = None if settings.rotation is None else asdict(settings.rotation)
-    plain = {name: getattr(settings, name) for name in ("block_size", "residual", "byte_budget", "token_share")}
+    plain = {
+        name: getattr(settings, name) for name in ("block_size", "residual", "byte_budget", "token_share")
+    }
     codecs = {"keys": str(settings.keys), "values": str(settings.values)}
-    return plain | codecs | {"retain": [kind, asdict(retain)], "rotation": rotation}  # type: ignore[call-overload]
+    fields = asdict(retain)  # type: ignore[call-overload]
+    return plain | codecs | {"retain": [kind, fields], "rotation": rotation}
 
 
 def settings_from_json(saved: dict[str, Any]) -> LayerSettings:
@@ -81,7 +84,9 @@ def settings_from_json(saved: dict[str, Any]) -> LayerSettings:
         block_size=saved["block_size"],
         residual=saved["residual"],
         retain=retain,
-        rotation=None if rotation is None else Rotation(tuple(rotation["frequencies"]), *list(rotation.values())[1:]),
+        rotation=None
+        if rotation is None
+        else Rotation(tuple(rotation["frequencies"]), *list(rotation.values())[1:]),
         byte_budget=saved["byte_budget"],
         token_share=saved["token_share"],
     )
@@ -130,6 +135,6 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             metadata = file.metadata() or {}
             if metadata.get("qkv_cache") != FORMAT:
                 raise QkvError(f"{path} is not a saved cache of this version ({FORMAT})")
-            return json.loads(metadata["qkv"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return json.loads(metadata["qkv"]), {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, json.JSONDecodeError) as error:
         raise QkvError(f"{path} is damaged: {error}") from error

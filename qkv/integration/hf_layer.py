@@ -18,7 +18,7 @@ MAX_RECORDED = 256
 
 
 class KVLayer(CacheLayerMixin):  # type: ignore[misc]
-    """transformers' layer interface over a :class:`CacheLayer`: ``update`` returns exact-length dense tensors.
+    """transformers' layer interface over a :class:`CacheLayer`: ``update`` returns dense tensors.
 
     Args:
         settings: of the layer within.
@@ -51,7 +51,9 @@ class KVLayer(CacheLayerMixin):  # type: ignore[misc]
             self.core.commit()
         self.core.append(key_states, value_states, starts=starts)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append, and return keys and values ``[batch, heads, tokens, dim]`` of all that is visible.
 
         Raises:
@@ -76,8 +78,8 @@ class KVLayer(CacheLayerMixin):  # type: ignore[misc]
     def _refuse_unseen_padding(self, positions: Tensor | None) -> None:
         if positions is None and self.core.batch > 1 and self.core.settings.retain.is_bounded:
             raise QkvError(
-                "this model does not tell its cache where padding is, which eviction in a batch must know; use "
-                "KVCache.attach(model), or one row at a time"
+                "this model does not tell its cache where padding is, which eviction in a batch must know; "
+                "use KVCache.attach(model), or one row at a time"
             )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

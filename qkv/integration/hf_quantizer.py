@@ -14,17 +14,18 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from qkv.checkpoint.read import FORMAT_VERSION, SUFFIXES
 from qkv.errors import QkvError
+from qkv.integration.announce import announce
 from qkv.integration.compat import copy_converter
 from qkv.integration.mapped import detach_from_files, return_freed_memory
-from qkv.integration.select import Settings, Target, matches, select
+from qkv.integration.select import Target, select
+from qkv.integration.settings import Settings, matches
 from qkv.quantizers.format import Format
 from qkv.quantizers.holder import Holder, Spec, become
 from qkv.quantizers.quantize import quantize_tensor
 
 METHOD = "qkv"
-FORMAT_VERSION = 1
-SUFFIXES = ("_scale", "_zero", "_scale_absmax", "_scale_offset", "_shape")
 
 
 @register_quantization_config(METHOD)
@@ -60,10 +61,10 @@ class QkvConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.others = others
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> QkvConfig:
-        """The config that stands for ``settings``."""
+    def from_settings(cls, settings: Settings, **others: Any) -> QkvConfig:
+        """The config that stands for ``settings``; ``others`` are written along with them."""
         overrides = {pattern: str(value) for pattern, value in settings.overrides.items()}
-        return cls(settings.format, list(settings.skip), settings.embeddings, overrides)
+        return cls(settings.format, list(settings.skip), settings.embeddings, overrides, **others)
 
     @property
     def settings(self) -> Settings:
@@ -107,12 +108,14 @@ class QkvHfQuantizer(HfQuantizer):  # type: ignore[misc]
     requires_calibration = False
     serialized_names = {"weight": ["weight", *("weight" + suffix for suffix in SUFFIXES)]}
     quantization_config: QkvConfig
+    _prepared: nn.Module | None = None
 
     def _process_model_before_weight_loading(self, model: nn.Module, **others: Any) -> None:
         targets, _ = select(model, self._settings_for(model))
         for target in targets:
-            _put_holder(target)
+            _put_holder(target, self.pre_quantized)
         _tie_scales(model)
+        self._prepared = model
 
     def _settings_for(self, model: nn.Module) -> Settings:
         """The settings, less patterns that name modules which transformers fuses or drops while loading."""
@@ -139,14 +142,23 @@ class QkvHfQuantizer(HfQuantizer):  # type: ignore[misc]
         """None: every tensor loads by its name."""
         return []
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
-        """Let what fuses the experts' weights fuse their scales and zero points too, and split them on saving."""
+    def update_weight_conversions(
+        self, weight_conversions: list[Any], model: nn.Module | None = None
+    ) -> list[Any]:
+        """Let what fuses the experts' weights fuse their scales and zero points too, and split them on saving.
+
+        Older versions of transformers do not pass the model; it is the one that was prepared just before.
+        """
+        model = model if model is not None else self._prepared
+        assert model is not None
         buffers = [name for name, _ in model.named_buffers()]
         updated = []
+        known = {tuple(c._original_source_patterns) for c in weight_conversions if isinstance(c, WeightConverter)}
         for converter in weight_conversions:
             updated.append(converter)
             if isinstance(converter, WeightConverter):
-                updated += _companions(converter, buffers)
+                found = _companions(converter, buffers)
+                updated += [c for c in found if tuple(c._original_source_patterns) not in known]
         return updated
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -155,6 +167,8 @@ class QkvHfQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **others: Any) -> nn.Module:
         _settle(model)
+        announce(model)
+        self._prepared = None
         detach_from_files(model)
         return_freed_memory()
         return model
@@ -184,9 +198,13 @@ def _owner(model: nn.Module, full_name: str) -> tuple[Any, str]:
     return model.get_submodule(path), name
 
 
-def _put_holder(target: Target) -> None:
-    """Turn a module whose parameters are on the meta device into its drop-in, buffers on meta too."""
+def _put_holder(target: Target, pre_quantized: bool) -> None:
+    """Turn a module whose parameters are on the meta device into its drop-in, buffers on meta too.
+
+    What is quantized while loading keeps its float parameter until then, which tells in what dtype to read it.
+    """
     module = become(target.module, target.new_class, target.format)
+    module._is_hf_initialized = True  # type: ignore[assignment]  # or older versions draw random codes
     for name, format in target.formats.items():
         parameter = module._parameters[name]
         assert parameter is not None
@@ -196,6 +214,9 @@ def _put_holder(target: Target) -> None:
         layout = format.layout(shape)
         state = {name + suffix: torch.empty(s, dtype=d, device="meta") for suffix, (s, d) in layout.items()}
         module.hold(name, Spec(format, shape, parameter.dtype, target.transposed), state)
+        if not pre_quantized:
+            del module._buffers[name]
+            module.register_parameter(name, parameter)
         if target.transposed and isinstance(module, nn.Linear):
             module.out_features, module.in_features = shape
 
@@ -220,7 +241,7 @@ def _tie_scales(model: nn.Module) -> None:
 
 
 def _settle(model: nn.Module) -> None:
-    """Make buffers again of what :func:`_tie_scales` made parameters; what was tied is one tensor still."""
+    """Make buffers of the quantized tensors that were parameters while loading; what was tied is one tensor still."""
     tensors: dict[int, Tensor] = {}
     for module in model.modules():
         if not isinstance(module, Holder):
@@ -230,6 +251,7 @@ def _settle(model: nn.Module) -> None:
             if parameter is not None:
                 module.register_buffer(key, tensors.setdefault(id(parameter), parameter.detach()))
         module.__dict__.pop("_views", None)
+        module.__dict__.pop("_is_hf_initialized", None)
 
 
 def _companions(converter: Any, buffers: list[str]) -> list[Any]:

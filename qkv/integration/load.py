@@ -10,6 +10,7 @@ import torch
 from qkv.checkpoint.source import Source
 from qkv.errors import QkvError
 from qkv.integration.compat import no_bars_in_pipes
+from qkv.memory.footprint import dtype_named
 
 
 def load(path: str | Path, *, dtype: str | torch.dtype = "auto", **options: Any) -> Any:
@@ -29,6 +30,8 @@ def load(path: str | Path, *, dtype: str | torch.dtype = "auto", **options: Any)
 
     import qkv.integration.hf_quantizer  # noqa: F401 - registers the format
 
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = dtype_named(dtype)
     if Path(path).exists():
         Source.open(path).require_config()
     with no_bars_in_pipes():

@@ -14,20 +14,20 @@ _MAPS = Path("/proc/self/maps")
 
 
 def detach_from_files(model: nn.Module) -> int:
-    """Copy every parameter and buffer that lies in a mapped file, in place; ties and views of one storage stay.
+    """Copy every parameter and buffer that lies in a mapped file, in place; equal views of it stay tied.
 
     Returns:
         Bytes that were copied.
     """
     ranges = _mapped_ranges()
-    copies: dict[tuple[int, int], Tensor] = {}
+    copies: dict[tuple[object, ...], Tensor] = {}
     for tensor in _tensors(model):
         if tensor.device.type != "cpu" or not tensor.numel() or not _inside(tensor.data_ptr(), ranges):
             continue
-        key = (tensor.data_ptr(), tensor.nbytes)
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in copies:
             copies[key] = tensor.data.clone()
-        tensor.data = copies[key].view(tensor.dtype).as_strided(tensor.shape, copies[key].stride())
+        tensor.data = copies[key]
     return sum(copy.nbytes for copy in copies.values())
 
 

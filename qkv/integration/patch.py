@@ -13,7 +13,8 @@ from qkv.errors import QkvError
 from qkv.integration.announce import announce, put_marks, take_marks, withdraw
 from qkv.integration.mapped import detach_from_files, return_freed_memory
 from qkv.integration.report import PatchedRow, PatchReport
-from qkv.integration.select import Settings, Target, select
+from qkv.integration.select import Target, memory_key, select
+from qkv.integration.settings import Settings
 from qkv.progress import Progress
 from qkv.quantizers.format import Format
 from qkv.quantizers.holder import Holder, Spec, become, unbecome
@@ -75,8 +76,7 @@ def dequantize_(model: Model) -> Model:
     shared: dict[int, tuple[Tensor | None, nn.Parameter]] = {}
     for module in holders:
         parameters = {name: _float_parameter(module, name, uses, shared) for name in module.specs}
-        unbecome(module)
-        module._parameters = {**parameters, **module._parameters}
+        unbecome(module, parameters)
     return_freed_memory()
     withdraw(model)
     return model
@@ -116,25 +116,26 @@ def patched(model: Model, format: str | Format = "nf4", **options: Any) -> Itera
         for module, (source, parameters, buffers) in before.items():
             if type(module) is not source:
                 assert isinstance(module, Holder)
-                unbecome(module)
+                unbecome(module, {})
                 module._parameters, module._buffers = parameters, buffers
         put_marks(model, marks)
 
 
 def _quantize_targets(targets: list[Target]) -> list[PatchedRow]:
     """Quantize one parameter at a time, once for all modules that share it, letting each float weight go."""
-    uses = Counter(id(t.module._parameters[name]) for t in targets for name in t.formats)
-    shared: dict[int, tuple[nn.Parameter, QuantizedTensor]] = {}
+    uses = Counter(memory_key(_parameter(t.module, name)) for t in targets for name in t.formats)
+    shared: dict[tuple[int, ...], tuple[nn.Parameter, QuantizedTensor]] = {}
     rows = []
     with Progress("quantizing", len(targets)) as progress:
         for target in targets:
             become(target.module, target.new_class, target.format)
             for name, format in target.formats.items():
                 parameter = _parameter(target.module, name)
-                first = id(parameter) not in shared
-                weight = _quantize(target, parameter, format) if first else shared[id(parameter)][1]
-                if uses[id(parameter)] > 1:
-                    shared[id(parameter)] = (parameter, weight)
+                key = memory_key(parameter)
+                first = key not in shared
+                weight = _quantize(target, parameter, format) if first else shared[key][1]
+                if uses[key] > 1:
+                    shared[key] = (parameter, weight)
                 _hold(target, name, parameter, weight)
                 if first:
                     rows.append(PatchedRow(_join(target.name, name), str(format), parameter.nbytes, weight.nbytes))

@@ -3,71 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from qkv.errors import QkvError
 from qkv.integration.compat import conv1d_class
+from qkv.integration.settings import Settings
 from qkv.quantizers.embedding import QuantizedEmbedding, QuantizedScaledEmbedding
-from qkv.quantizers.experts import QuantizedExperts, expert_parameters, parameter_format
+from qkv.quantizers.experts import QuantizedExperts, experts_refuse, expert_parameters, parameter_format
 from qkv.quantizers.format import Format
 from qkv.quantizers.holder import Holder, combine
 from qkv.quantizers.linear import QuantizedLinear
 
-KEEP = "keep"
 ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 HEADS = ("lm_head", "embed_out", "output_layer")
 READS_WEIGHTS_ITSELF = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to quantize, checked.
-
-    Args:
-        format: of the linear layers and experts.
-        skip: names or patterns of modules to leave alone, see :func:`matches`.
-        embeddings: format of embedding tables and of the output head; None leaves them as they are.
-        overrides: other formats for modules by pattern, or ``"keep"``; the first that matches counts.
-    """
-
-    format: Format
-    skip: tuple[str, ...] = ()
-    embeddings: Format | None = None
-    overrides: Mapping[str, Format | str] = field(default_factory=dict)
-
-    @classmethod
-    def parse(
-        cls,
-        format: str | Format,
-        skip: str | list[str] | tuple[str, ...] | None = None,
-        embeddings: str | Format | None = None,
-        overrides: Mapping[str, str | Format] | None = None,
-    ) -> Settings:
-        """Read settings as users spell them."""
-        names = (skip,) if isinstance(skip, str) else tuple(skip or ())
-        for name in (*names, *(overrides or {})):
-            if not isinstance(name, str) or not name.strip("."):
-                raise QkvError(f"skip and overrides take module names or patterns such as 'mlp.gate'; got {name!r}")
-        parsed = {k: v if v == KEEP else Format.parse(v) for k, v in (overrides or {}).items()}
-        table = None if embeddings is None else Format.parse(embeddings)
-        if table is not None and table.double_quant:
-            raise QkvError(f"embeddings take no double quantization (a row is read at a time); got {table}")
-        return cls(Format.parse(format), names, table, parsed)
-
-    def format_for(self, name: str, default: Format) -> Format | str:
-        """The format of module ``name``, or why it is left alone."""
-        pattern = next((p for p in self.skip if matches(p, name)), None)
-        if pattern is not None:
-            return f"skipped: matches {pattern!r}"
-        found = next((f for p, f in self.overrides.items() if matches(p, name)), default)
-        return found if isinstance(found, Format) else "kept: overrides say so"
-
-    def override_for(self, name: str) -> Format | None:
-        """The format that ``overrides`` give ``name``, if any."""
-        return next((f for p, f in self.overrides.items() if isinstance(f, Format) and matches(p, name)), None)
 
 
 @dataclass(frozen=True)
@@ -91,51 +43,77 @@ class Kept:
     reason: str
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` matches whole components of a dotted ``name``, at any place.
-
-    ``"mlp"`` matches ``model.layers.0.mlp.up_proj``, ``"layers.*.mlp"`` too; ``"proj"`` matches neither
-    ``q_proj`` nor anything but a component that is called ``proj``.
-    """
-    wanted, parts = pattern.strip(".").split("."), name.split(".")
-    return any(
-        all(fnmatchcase(part, want) for part, want in zip(parts[start:], wanted, strict=False))
-        for start in range(len(parts) - len(wanted) + 1)
-    )
-
-
 def select(model: nn.Module, settings: Settings) -> tuple[list[Target], list[Kept]]:
-    """Split a model's modules into those to quantize and those to keep, each once, in the model's order."""
-    _check_patterns(model, settings)
+    """Split a model's modules into those to quantize and those to keep, each once, in the model's order.
+
+    Raises:
+        QkvError: a pattern that matches nothing, a weight that is not there yet, or one weight that the
+            settings give two formats.
+    """
+    settings.check_patterns(name for name, _ in model.named_modules())
+    _check_initialized(model)
     users = _users(model)
-    head = output_head(model)
-    opaque = _inside_opaque(model)
-    targets, kept = [], []
+    answers = _agree(_answers(model, settings, users), users)
+    kept: list[Kept] = []
     counted: set[int] = set()
-    for name, module in model.named_modules():
-        if isinstance(module, Holder) or not any(p is not None for p in module._parameters.values()):
-            continue
-        if name in opaque:
-            answer: Target | str = f"inside {opaque[name]}, which reads the weight itself"
-        else:
-            answer = _target(name, module, settings, users, head)
-        if isinstance(answer, Target):
-            targets.append(answer)
-        elif any(p is not None and p.dim() > 1 for p in module._parameters.values()):
+    for name, module, answer in answers:
+        matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
+        if isinstance(answer, str) and matrices:
             own = {id(users[id(p)]): p for p in module._parameters.values() if p is not None}
             nbytes = sum(p.nbytes for key, p in own.items() if key not in counted)
             kept.append(Kept(name, nbytes, answer if nbytes else f"{answer}, tied"))
             counted |= own.keys()
-    return targets, kept
+    return [answer for _, _, answer in answers if isinstance(answer, Target)], kept
 
 
-def _check_patterns(model: nn.Module, settings: Settings) -> None:
-    names = [name for name, _ in model.named_modules()]
-    for pattern in (*settings.skip, *settings.overrides):
-        if not any(matches(pattern, name) for name in names):
+Answer = tuple[str, nn.Module, "Target | str"]
+
+
+def _answers(model: nn.Module, settings: Settings, users: dict[int, list[nn.Module]]) -> list[Answer]:
+    """Each module that holds parameters, with what it becomes or why it does not."""
+    head, opaque = output_head(model), _inside_opaque(model)
+    answers: list[Answer] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Holder) or not any(p is not None for p in module._parameters.values()):
+            continue
+        if name in opaque:
+            answers.append((name, module, f"inside {opaque[name]}, which reads the weight itself"))
+        else:
+            answers.append((name, module, _target(name, module, settings, users, head)))
+    return answers
+
+
+def _agree(answers: list[Answer], users: dict[int, list[nn.Module]]) -> list[Answer]:
+    """Make modules that share a weight agree: one that is kept keeps all, so that nothing is untied."""
+    by_module = {id(module): (name, answer) for name, module, answer in answers}
+    agreed: list[Answer] = []
+    for name, module, answer in answers:
+        if isinstance(answer, Target):
+            for parameter in answer.formats:
+                sharers = [by_module.get(id(u), ("", "")) for u in users[id(module._parameters[parameter])]]
+                answer = _agreed(answer, sharers)
+                if isinstance(answer, str):
+                    break
+        agreed.append((name, module, answer))
+    return agreed
+
+
+def _agreed(target: Target, sharers: list[tuple[str, Target | str]]) -> Target | str:
+    for name, answer in sharers:
+        if isinstance(answer, str):
+            return f"shares its weight with {name}, which is kept"
+        if answer.format != target.format:
             raise QkvError(
-                f"{pattern!r} matches no module; patterns match whole components of names such as {names[-1]!r}"
+                f"{target.name} and {name} share one weight, and the settings give them {target.format} and "
+                f"{answer.format}; name the same format for both"
             )
+    return target
+
+
+def _check_initialized(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise QkvError(f"{name} has no shape yet; run the model once before quantizing it")
 
 
 def _target(
@@ -153,13 +131,15 @@ def _target(
         if settings.embeddings is None:
             return "embedding table, kept by default" if table else "output head, kept by default"
         default = settings.embeddings
-    if any(isinstance(_kind(user), str) for user in tied):
-        return "shares its weight with a module that cannot be quantized"
     if set(name.split(".")) & set(ADAPTERS):
         return "adapter, trained in full precision"
     format = settings.format_for(name, default)
     if isinstance(format, str):
         return format
+    columns = [_size(module._parameters[p], -2 if transposed else -1) for p in parameters]
+    reason = next((r for c in columns if (r := experts_refuse(format, c))), None)
+    if reason and issubclass(new_class, QuantizedExperts):
+        return reason
     return Target(name, module, new_class, format, _formats(name, module, parameters, format, transposed), transposed)
 
 
@@ -178,6 +158,10 @@ def _size(parameter: Tensor | None, dim: int) -> int:
 def _kind(module: nn.Module) -> tuple[type[Holder], list[str], bool] | str:
     """The class a module becomes, its parameters to quantize, whether they are transposed; or why none."""
     source = type(module)
+    if isinstance(module, nn.Linear | nn.Embedding) and module._parameters.get("weight") is None:
+        return f"{source.__name__} whose weight is computed, not stored"
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return f"{source.__name__} that changes its rows as it reads them (max_norm)"
     if source is nn.Linear:
         return QuantizedLinear, ["weight"], False
     if source is conv1d_class():
@@ -194,20 +178,25 @@ def _kind(module: nn.Module) -> tuple[type[Holder], list[str], bool] | str:
     return f"{source.__name__}, not a linear layer"
 
 
+def memory_key(tensor: Tensor) -> tuple[int, ...]:
+    """Equal for tensors over the same memory; on the meta device, for the same tensor."""
+    if tensor.device.type == "meta" or not tensor.numel():
+        return (id(tensor),)
+    return (tensor.data_ptr(), tensor.nbytes)
+
+
 def _users(model: nn.Module) -> dict[int, list[nn.Module]]:
     """Modules by the id of the parameters they hold, so that sharing is seen whatever the names.
 
     Parameters that are different objects over the same storage count as the same one.
     """
-    by_storage: dict[tuple[int, int], list[nn.Module]] = {}
-    keys: dict[int, tuple[int, int]] = {}
+    by_storage: dict[tuple[int, ...], list[nn.Module]] = {}
+    keys: dict[int, tuple[int, ...]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is None:
                 continue
-            key = (id(parameter), 0)
-            if parameter.device.type != "meta" and parameter.numel():
-                key = (parameter.data_ptr(), parameter.numel())
+            key = memory_key(parameter)
             keys[id(parameter)] = key
             by_storage.setdefault(key, []).append(module)
     return {identity: by_storage[key] for identity, key in keys.items()}
@@ -222,7 +211,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 def _inside_opaque(model: nn.Module) -> dict[str, str]:
     """Modules below torch's own attention and transformer layers, whose fast paths take the weights directly."""
-    found = {}
+    found: dict[str, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, READS_WEIGHTS_ITSELF):
             prefix = f"{name}." if name else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 from qkv.integration.compat import checkpoint_renamer
-from qkv.integration.select import Settings, Target, select
-from qkv.quantizers.experts import parameter_format
+from qkv.integration.select import Target, select
+from qkv.integration.settings import Settings
+from qkv.quantizers.experts import experts_refuse, parameter_format
 from qkv.quantizers.format import Format
 
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
@@ -38,9 +40,13 @@ class Chooser:
         directory: the model's folder; its config.json says which class of transformers it is. Code that
             comes with a model is never run: such a model's layers are told by their names.
         settings: what to quantize.
+        names: of the tensors, to check patterns against where the model is not known.
+
+    Raises:
+        QkvError: a pattern that matches no module.
     """
 
-    def __init__(self, directory: Path, settings: Settings) -> None:
+    def __init__(self, directory: Path, settings: Settings, names: Iterable[str] = ()) -> None:
         self.settings = settings
         self.note = ""
         """Why the layers are told by name, if they are."""
@@ -52,6 +58,7 @@ class Chooser:
             self._rename = checkpoint_renamer(model)
         except Exception as error:  # transformers raises anything for a model that it cannot build
             self.note = f"layers told by name, for transformers cannot build the model: {_first_line(error)}"
+            settings.check_patterns(name.rpartition(".")[0] for name in names)
             return
         targets, kept = select(model, settings)
         self._targets = {f"{target.name}.{name}": target for target in targets for name in target.formats}
@@ -98,8 +105,8 @@ def build_skeleton(directory: Path) -> nn.Module:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         architecture = (getattr(config, "architectures", None) or [""])[0]
-        model_class = getattr(transformers, architecture, None)
-        if model_class is not None:
+        model_class = getattr(transformers, architecture, None) if architecture.isidentifier() else None
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
             return model_class(config)  # type: ignore[no-any-return]
         return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
 
@@ -124,7 +131,8 @@ def _choose_by_name(name: str, shape: tuple[int, ...], settings: Settings) -> Ch
     format = settings.format_for(module, default)
     if isinstance(format, str):
         return Choice(None, format)
-    return Choice(parameter_format(name, format, shape[-1]))
+    reason = experts_refuse(format, shape[-1]) if "experts" in name.split(".") else None
+    return Choice(None if reason else parameter_format(name, format, shape[-1]), reason or "")
 
 
 def _first_line(error: Exception) -> str:

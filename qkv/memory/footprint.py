@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from qkv.errors import QkvError
+from qkv.integration.select import memory_key
 from qkv.memory.kv import kv_nbytes
 from qkv.quantizers.format import Format
 from qkv.quantizers.holder import Holder
-from qkv.units import format_bytes
 
 ROLES = tuple(
     (role, re.compile(rf"(?:^|\.)(?:{pattern})(?:\.|$)"))
@@ -195,7 +195,7 @@ def footprint(
     """
     if isinstance(model, nn.Module):
         items, others = live_items(model)
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         config = config.to_dict() if hasattr(config, "to_dict") else config
         floats = (p.dtype for p in model.parameters() if p.dtype.is_floating_point)
         dtype = next(floats, torch.bfloat16)
@@ -236,7 +236,7 @@ def live_items(model: nn.Module) -> tuple[list[Item], dict[str, int]]:
         for name, tensors in _weights(module):
             if _claim(tensors[0], seen):
                 items.append(_live_item(f"{prefix}.{name}".lstrip("."), name, module, tensors))
-                seen.update(_key(tensor) for tensor in tensors)
+                seen.update(memory_key(tensor) for tensor in tensors)
     buffer_nbytes = sum(buffer.nbytes for buffer in model.buffers() if _claim(buffer, seen))
     storages = {_storage_key(t): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())}
     unused = sum(storages.values()) - sum(item.nbytes for item in items) - buffer_nbytes
@@ -264,16 +264,10 @@ def _live_item(full_name: str, name: str, module: nn.Module, tensors: list[Tenso
 
 def _claim(tensor: Tensor, seen: set[tuple[int, ...]]) -> bool:
     """Whether the tensor's memory was not counted before; it is now."""
-    key = _key(tensor)
+    key = memory_key(tensor)
     fresh = key not in seen
     seen.add(key)
     return fresh
-
-
-def _key(tensor: Tensor) -> tuple[int, ...]:
-    if tensor.device.type == "meta" or not tensor.numel():
-        return (id(tensor),)
-    return (tensor.data_ptr(), tensor.nbytes)
 
 
 def _storage_key(tensor: Tensor) -> tuple[int, ...]:

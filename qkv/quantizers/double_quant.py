@@ -7,7 +7,7 @@ The scales of a tensor are shifted by their mean and stored, in blocks of 256, a
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,19 +24,24 @@ class NestedScale(NamedTuple):
     offset: Tensor
 
 
-@cache
-def dynamic_map(device: torch.device) -> Tensor:
-    """The 256 sorted values of the signed dynamic map, ``float32 [256]``, from about -0.993 to 1.
-
-    Decade ``i`` of seven (1e-6 … 1) is cut into ``2**i`` equal parts, each standing for its middle, once
-    with either sign; 0 and 1 complete the table.
-    """
+def _dynamic_values() -> tuple[float, ...]:
+    """Decade ``i`` of seven (1e-6 … 1) is cut into ``2**i`` equal parts, each standing for its middle, once
+    with either sign; 0 and 1 complete the table."""
     values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1)
         middles = 10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2
         values += middles.tolist() + (-middles).tolist()
-    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+    return tuple(sorted(values))
+
+
+DYNAMIC_VALUES: Final = _dynamic_values()
+
+
+@cache
+def dynamic_map(device: torch.device) -> Tensor:
+    """The 256 sorted values of the signed dynamic map, ``float32 [256]``, from about -0.993 to 1."""
+    return torch.tensor(DYNAMIC_VALUES, dtype=torch.float32, device=device)
 
 
 def encode_scale(scale: Tensor, *, never_below: bool) -> NestedScale:
@@ -57,11 +62,16 @@ def encode_scale(scale: Tensor, *, never_below: bool) -> NestedScale:
     return NestedScale(codes, absmax, offset)
 
 
-def decode_scale(nested: NestedScale) -> Tensor:
-    """The float32 scales that stand for ``nested``, of the codes' shape."""
+def decode_scale(nested: NestedScale, limit: float) -> Tensor:
+    """The float32 scales that ``nested`` stands for, of the codes' shape, from 0 to ``limit``.
+
+    Rounding can lift the largest scale of huge weights beyond what keeps their values finite, and push
+    a small one among large ones below 0, where it would turn its group's signs round.
+    """
     values = dynamic_map(nested.codes.device)[nested.codes.reshape(1, -1).to(torch.int32)]
     blocks = to_groups(values, NESTED_BLOCK)[0] * nested.absmax[:, None]
-    return (from_groups(blocks[None], values.shape[1]) + nested.offset).reshape(nested.codes.shape)
+    scale = from_groups(blocks[None], values.shape[1]) + nested.offset
+    return scale.clamp_(min=0, max=limit).reshape(nested.codes.shape)
 
 
 def _code_nearest(scaled: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def select_rows(weight: QuantizedTensor, ids: Tensor) -> QuantizedTensor:
         replace(weight.format, double_quant=False),
         (ids.shape[0], weight.shape[1]),
         weight.dtype,
-        weight.codes[ids],
-        scale if shared else scale[ids],
-        weight.zero if weight.zero is None or shared else weight.zero[ids],
+        weight.codes.index_select(0, ids),
+        scale if shared else scale.index_select(0, ids),
+        weight.zero if weight.zero is None or shared else weight.zero.index_select(0, ids),
     )

@@ -28,10 +28,19 @@ def expert_format(format: Format, columns: int) -> Format:
     them: no double quantization, no single scale for a tensor, and a group size that divides the row.
     """
     size = format.group_size
-    if not isinstance(size, int):
+    if not isinstance(size, int) or columns == 0:
         return replace(format, group_size="row", double_quant=False)
-    size = next(divisor for divisor in range(min(size, max(columns, 1)), 0, -1) if columns % divisor == 0)
+    step = 2 if format.bits == 4 and columns % 2 == 0 else 1
+    largest = min(size, columns) // step * step
+    size = next((divisor for divisor in range(largest, 0, -step) if columns % divisor == 0), step)
     return replace(format, group_size=size, double_quant=False)
+
+
+def experts_refuse(format: Format, columns: int) -> str | None:
+    """Why experts with ``columns`` inputs cannot take ``format``: codes must tell their number of columns."""
+    if format.bits == 4 and columns % 2:
+        return f"{columns} inputs, an odd number, do not pack into bytes of two; int8 fits"
+    return None
 
 
 def parameter_format(name: str, format: Format, columns: int) -> Format:

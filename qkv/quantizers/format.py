@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil, prod
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -57,6 +57,14 @@ class Format:
     def bits(self) -> int:
         """Bits a stored code takes, scales not counted."""
         return BITS[self.name]
+
+    @property
+    def scale_limit(self) -> float:
+        """The largest scale under which every code stands for a finite float32."""
+        largest: float = torch.finfo(torch.float32).max
+        if self.name == "nf4" or not self.symmetric:
+            return largest
+        return float(largest / (2 ** (self.bits - 1) - 1) * (1 - 2.0**-22))
 
     @classmethod
     def parse(cls, text: str | Format) -> Format:
@@ -114,7 +122,7 @@ class Format:
         return sum(prod(size) * dtype.itemsize for size, dtype in self.layout(shape).values())
 
 
-def _option(option: str, text: str) -> dict[str, int | str | bool]:
+def _option(option: str, text: str) -> dict[str, Any]:
     if option in ("row", "tensor"):
         return {"group_size": option}
     if option.startswith("g") and option[1:].isdecimal():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +40,8 @@ class Holder(nn.Module):
     format: Format
     """The format that was asked for; a parameter's own can differ where that one does not fit it."""
     source_class: type[nn.Module]
+    parameter_order: list[str]
+    combined_from: tuple[type[Holder], type[nn.Module]] | None = None
 
     def hold(self, name: str, spec: Spec, state: Mapping[str, Tensor]) -> None:
         """Put quantized tensors (``QuantizedTensor.state(name)``) in the place of the parameter ``name``."""
@@ -72,6 +73,37 @@ class Holder(nn.Module):
     def held_names(self) -> list[str]:
         """Names of all buffers that belong to quantized tensors."""
         return [name + suffix for name, spec in self.specs.items() for suffix in spec.format.layout(spec.shape)]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            metadata.setdefault(prefix[:-1], {})["format"] = str(self.format)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Refuse codes of another format, whose shapes can be the same (int4 and nf4)."""
+        found = local_metadata.get("format")
+        if found is not None and found != str(self.format):
+            error_msgs.append(f"{prefix}weight is in format {found}; the module holds {self.format}")
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a combined class by its two parts; it is in no module by its own name."""
+        if self.combined_from is None:
+            return super().__reduce_ex__(protocol)
+        return _new_combined, self.combined_from, self.__dict__
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move to a device as asked, but never change the dtype of codes and scales."""
@@ -116,27 +148,40 @@ def become(module: nn.Module, new_class: type[Holder], format: Format) -> Holder
     module.source_class = source
     module.format = format
     module.specs = {}
+    module.parameter_order = list(module._parameters)
     _rebind_wrapped_forward(module)
     return module
 
 
-def unbecome(module: Holder) -> nn.Module:
-    """Give the module its own class back; its parameters are the caller's to restore."""
+def unbecome(module: Holder, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """Give the module its own class and ``parameters`` in the place of the quantized ones, in the old order."""
     for name in module.held_names():
         module._buffers.pop(name, None)
-    source = module.source_class
-    for attribute in ("specs", "format", "source_class", "_views"):
+    source, everything = module.source_class, {**module._parameters, **parameters}
+    names = [*module.parameter_order, *(name for name in everything if name not in module.parameter_order)]
+    module._parameters = {name: everything[name] for name in names if name in everything}
+    extra = () if issubclass(source, nn.Linear) else ("in_features", "out_features")
+    for attribute in ("specs", "format", "source_class", "parameter_order", "_views", *extra):
         module.__dict__.pop(attribute, None)
-    module.__class__ = source
+    module.__class__ = source  # type: ignore[assignment]
     _rebind_wrapped_forward(module)
     return module
 
 
-@cache
-def combine(first: type[nn.Module], second: type[nn.Module]) -> type[Holder]:
-    """A class that is both, ``first``'s methods before ``second``'s: a model's own variant kept alive."""
-    source = second if issubclass(first, Holder) else first
-    return type(f"Quantized{source.__name__}", (first, second), {"__module__": __name__})
+_COMBINED: dict[tuple[type[Holder], type[nn.Module]], type[Holder]] = {}
+
+
+def combine(holder: type[Holder], source: type[nn.Module]) -> type[Holder]:
+    """A class that is both, ``holder``'s methods before ``source``'s: a model's own variant kept alive."""
+    key = (holder, source)
+    if key not in _COMBINED:
+        _COMBINED[key] = type(f"Quantized{source.__name__}", key, {"combined_from": key})
+    return _COMBINED[key]
+
+
+def _new_combined(holder: type[Holder], source: type[nn.Module]) -> Holder:
+    combined = combine(holder, source)
+    return combined.__new__(combined)
 
 
 def _rebind_wrapped_forward(module: nn.Module) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qkv.quantizers.format import Format
+
 _FLOAT32 = torch.finfo(torch.float32)
 _SHRINK = 1 - 2.0**-20
 """An asymmetric scale is this much smaller than range / qmax: when the zero point falls half way between
@@ -19,7 +21,8 @@ two codes, both ends of the range then still land on the outer codes, and quanti
 def symmetric_scale(absmax: Tensor, bits: int) -> Tensor:
     """``absmax / qmax``, kept normal and small enough that ``qmax * scale`` is finite; 0 for a zero group."""
     qmax = 2 ** (bits - 1) - 1
-    scale = (absmax / qmax).clamp(min=_FLOAT32.tiny, max=_FLOAT32.max / qmax * (1 - 2.0**-22))
+    limit = Format("int8" if bits == 8 else "int4").scale_limit
+    scale = (absmax / qmax).clamp(min=_FLOAT32.tiny, max=limit)
     return torch.where(absmax > 0, scale, 0.0)
 
 

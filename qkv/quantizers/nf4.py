@@ -49,7 +49,7 @@ def encode(groups: Tensor, absmax: Tensor) -> Tensor:
         lift = torch.where(small, 2.0**64, 1.0)
         groups, absmax = groups * lift[..., None], absmax * lift
     inverse = 1.0 / absmax.clamp(min=_SMALLEST_DIVISOR)
-    scaled = (groups * inverse[..., None]).clamp(-1, 1)
+    scaled = (groups * inverse[..., None]).clamp(-1, 1).contiguous()
     return torch.bucketize(scaled, _midpoints(groups.device), out_int32=True).to(torch.uint8)
 
 

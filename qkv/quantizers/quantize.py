@@ -93,8 +93,10 @@ def _ranges(rows: Tensor, format: Format, name: str) -> _Range:
             torch.clamp(groups.amax(-1), min=0, out=high[part])
     if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
         _refuse_non_finite(rows, name)
-    if format.group_size == "tensor" and low.numel():
-        low, high = low.amin().reshape(1, 1), high.amax().reshape(1, 1)
+    if format.group_size == "tensor" and columns:
+        zero = low.new_zeros(1)
+        low, high = torch.cat((zero, low.flatten())).amin(), torch.cat((zero, high.flatten())).amax()
+        low, high = low.reshape(1, 1), high.reshape(1, 1)
     return _Range(low, high)
 
 
@@ -129,7 +131,7 @@ def _scales(ranges: _Range, format: Format) -> tuple[Tensor, Tensor | None, Nest
     if not format.double_quant:
         return scale, zero, None
     nested = encode_scale(scale, never_below=format.name != "nf4")
-    scale = decode_scale(nested)
+    scale = decode_scale(nested, format.scale_limit)
     if zero is not None:
         zero = integer.zero_point(ranges.low, scale, format.bits)
     return scale, zero, nested

@@ -93,7 +93,8 @@ class QuantizedTensor:
         """The scales as float32 ``[..., out, groups]``, decoded from 8 bits where they are stored so."""
         if self.scale_absmax is None or self.scale_offset is None:
             return self.scale
-        return decode_scale(NestedScale(self.scale, self.scale_absmax, self.scale_offset))
+        nested = NestedScale(self.scale, self.scale_absmax, self.scale_offset)
+        return decode_scale(nested, self.format.scale_limit)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The float weight, ``[..., out, in]`` in ``dtype`` (that of the source by default).

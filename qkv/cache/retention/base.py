@@ -30,8 +30,8 @@ class Shape(Protocol):
 class Retention(Protocol):
     """Decides after a step what stays.
 
-    ``sinks``: first tokens that stay exact and visible for ever. ``reach``: newest tokens a query sees, itself
-    included (None: all that is held). ``needs_mass``: whether attention mass should be observed.
+    ``sinks``: first tokens that stay exact and visible for ever. ``reach``: newest tokens a query sees,
+    itself included (None: all that is held). ``needs_mass``: whether attention mass should be observed.
     """
 
     @property

@@ -32,7 +32,7 @@ class Importance(KeepAll):
         budget: tokens a row and layer may hold (int), a fraction of the tokens seen (float below 1), or
             bytes of the whole cache, whatever the batch (``"512MB"``).
         frequency, recency, concentration: weights of the terms.
-        layer: slope of the pyramid: the first layer gets ``1 + layer`` of the mean share, the last ``1 - layer``.
+        layer: slope of the pyramid: the first layer gets ``1 + layer`` of the mean, the last ``1 - layer``.
         layers: ``"uniform"``, ``"pyramid"``, or a share for each layer. Unequal layers need ``attach``.
         sinks: first tokens, kept exact and for ever.
         recent: newest tokens that are never evicted: a fraction of the budget (float) or tokens (int).
@@ -73,7 +73,9 @@ class Importance(KeepAll):
         """Share of the budget of each layer; they sum to 1."""
         if not isinstance(self.layers, str):
             if len(self.layers) != num_layers or min(self.layers) <= 0:
-                raise QkvError(f"layers lists {len(self.layers)} shares for {num_layers} cached layers; all above 0")
+                raise QkvError(
+                    f"layers lists {len(self.layers)} shares for {num_layers} cached layers; all above 0"
+                )
             return [share / sum(self.layers) for share in self.layers]
         slope = self.layer if self.layers == "pyramid" and num_layers > 1 else 0.0
         return [(1 + slope - 2 * slope * i / max(num_layers - 1, 1)) / num_layers for i in range(num_layers)]
@@ -84,14 +86,14 @@ class Importance(KeepAll):
         kind, amount = parse_budget(self.budget)
         if kind == "tokens" and amount * layer.token_share < least:
             raise QkvError(
-                f"a budget of {amount * layer.token_share:.0f} tokens a layer is below the {least} that sinks, tail "
-                "and one block take; raise it, or lower residual or block_size"
+                f"a budget of {amount * layer.token_share:.0f} tokens a layer is below the {least} that "
+                "sinks, tail and one block take; raise it, or lower residual or block_size"
             )
         if kind == "bytes" and self._max_blocks(layer) < 1:
             share, needed = layer.byte_share or 0, self._reserve(layer) + layer.block_nbytes
             raise QkvError(
-                f"a budget of {share:,} bytes a row and layer is below the {needed:,} that sinks, tail and one "
-                "block take; raise it, or lower residual or block_size"
+                f"a budget of {share:,} bytes a row and layer is below the {needed:,} that sinks, tail "
+                "and one block take; raise it, or lower residual or block_size"
             )
 
     def settle(self, row: Row, layer: Shape) -> None:
@@ -104,7 +106,8 @@ class Importance(KeepAll):
     def room(self, row: Row, layer: Shape) -> int:
         if parse_budget(self.budget)[0] == "bytes":
             return UNBOUNDED
-        return max(1, 1 - self._excess(row, layer))
+        most = layer.residual + layer.block_size
+        return next((n for n in range(1, most) if self._excess(row, layer, n) > 0), UNBOUNDED)
 
     def scores(self, row: Row) -> Tensor:
         """Score of each block of the row, ``float32 [blocks]``; higher is kept."""
@@ -112,14 +115,15 @@ class Importance(KeepAll):
         recency = torch.arange(count, dtype=torch.float32) / max(count - 1, 1)
         score = self.recency * recency
         if row.mass is not None and row.focus is not None:
-            mass = row.mass[:count].float().cpu()
-            focus = (row.focus[:count].float().cpu() / mass.clamp(min=1e-30)).nan_to_num()
+            mass, focus = _sized(row.mass, count), _sized(row.focus, count)
+            focus = focus / mass.clamp(min=1e-30)
             score = score + self.frequency * _ranks(mass) + self.concentration * _ranks(focus)
         return score
 
-    def _excess(self, row: Row, layer: Shape) -> int:
+    def _excess(self, row: Row, layer: Shape, more: int = 0) -> int:
+        """Tokens (blocks, for bytes) above the budget, once ``more`` tokens have come."""
         kind, amount = parse_budget(self.budget)
-        length = layer.row_length(row)
+        length = layer.row_length(row) + more
         if kind == "bytes":
             return len(row.blocks) - self._max_blocks(layer)
         limit = amount if kind == "tokens" else max(ceil(amount * length), self._least_tokens(layer))
@@ -153,9 +157,15 @@ class Importance(KeepAll):
         return ((layer.byte_share or 0) - self._reserve(layer)) // (layer.block_nbytes + statistics)
 
 
+def _sized(statistic: Tensor, count: int) -> Tensor:
+    """The first ``count`` entries on the CPU; blocks that nothing has observed yet count 0."""
+    known = statistic[:count].float().cpu()
+    return torch.nn.functional.pad(known, (0, count - known.shape[0]))
+
+
 def _ranks(values: Tensor) -> Tensor:
-    """0 for the smallest to 1 for the largest; equal values keep the order of their positions."""
-    order = values.argsort(stable=True)
-    ranks = torch.empty_like(values)
-    ranks[order] = torch.arange(len(values), dtype=values.dtype) / max(len(values) - 1, 1)
-    return ranks
+    """0 for the smallest to 1 for the largest; equal values share the middle of their ranks."""
+    ordered = values.sort().values
+    below = torch.searchsorted(ordered, values)
+    upto = torch.searchsorted(ordered, values, right=True)
+    return (below + upto - 1) / (2 * max(len(values) - 1, 1))

@@ -59,13 +59,17 @@ def _shrink(merged: Merged, limit: int) -> Merged:
     """Merge the oldest pairs until at most ``max(limit, 1)`` are left."""
     while merged[0].shape[1] > max(limit, 1):
         excess = min(merged[0].shape[1] - max(limit, 1), merged[0].shape[1] // 2)
-        old = (merged[0][:, : 2 * excess], merged[1][:, : 2 * excess], *(t[: 2 * excess] for t in merged[2:]))
-        new = (merged[0][:, 2 * excess :], merged[1][:, 2 * excess :], *(t[2 * excess :] for t in merged[2:]))
-        merged = _join(_pool(*old, each=2), new)  # type: ignore[arg-type]
+        old, new = _part(merged, slice(0, 2 * excess)), _part(merged, slice(2 * excess, None))
+        merged = _join(_pool(*old, 2), new)
     return merged
 
 
-def _join(old: Merged, new: tuple[Tensor, ...]) -> Merged:
+def _part(merged: Merged, tokens: slice) -> Merged:
+    keys, values, weights, positions = merged
+    return keys[:, tokens], values[:, tokens], weights[tokens], positions[tokens]
+
+
+def _join(old: Merged, new: Merged) -> Merged:
     keys, values = torch.cat((old[0], new[0]), 1), torch.cat((old[1], new[1]), 1)
     return keys, values, torch.cat((old[2], new[2])), torch.cat((old[3], new[3]))
 

@@ -43,9 +43,15 @@ class Window(KeepAll):
     rerotate: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, value, least in (("size", self.size, 1), ("sinks", self.sinks, 0), ("summary", self.summary, 0)):
+        for name, value, least in (
+            ("size", self.size, 1),
+            ("sinks", self.sinks, 0),
+            ("summary", self.summary, 0),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise QkvError(f"a window's {name} is a whole number of tokens, at least {least}; got {value!r}")
+                raise QkvError(
+                    f"a window's {name} is a whole number of tokens, at least {least}; got {value!r}"
+                )
 
     @property
     def reach(self) -> int | None:
@@ -62,6 +68,14 @@ class Window(KeepAll):
     @property
     def size_of_window(self) -> int:
         return self.size
+
+    def check(self, layer: Shape) -> None:
+        """Sinks can be turned only once they have left the tail."""
+        if self.rerotate and self.size < layer.residual + layer.block_size:
+            raise QkvError(
+                f"Window(size={self.size}, rerotate=True) is shorter than residual + block_size = "
+                f"{layer.residual + layer.block_size}, where sinks are not turned; lower these or raise it"
+            )
 
     def turns(self, query: int, rotation: Rotation | None) -> bool:
         if rotation is None or self.rerotate is False:

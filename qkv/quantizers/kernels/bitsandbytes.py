@@ -68,7 +68,7 @@ def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
     if x.device.type == "cuda" and x.shape[0] == 1:
         levels, size = nf4.levels(x.device), weight.format.group_length(weight.shape[1])
         packed, absmax = weight.codes.reshape(-1, 1), weight.scale.reshape(-1)
-        result = torch.ops.bitsandbytes.gemv_4bit(x, packed, weight.shape, absmax, levels, size)
+        result: Tensor = torch.ops.bitsandbytes.gemv_4bit(x, packed, weight.shape, absmax, levels, size)
         return result if bias is None else result + bias
     return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from math import prod
 from types import ModuleType
 from typing import Any, Final
 
@@ -84,7 +85,7 @@ def _forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
     out_features, in_features = weight.shape
     if x.shape[-1] != in_features:
         raise QkvError(f"x has {x.shape[-1]} features and the weight takes {in_features}")
-    flat = x.reshape(-1, in_features)
+    flat = x.reshape(prod(x.shape[:-1]), in_features)
     rows = min(flat.shape[0], MANY_ROWS)
     backend = choose(Case(weight.format, weight.shape, x.device.type, x.dtype, rows))
     result: Tensor = backend.linear(flat, weight, _cast(bias, x))

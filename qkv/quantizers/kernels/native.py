@@ -100,7 +100,7 @@ def set_level(name: str) -> str:
     return LEVELS[_library.qkv_set_level(LEVELS.index(name))]
 
 
-def supports(kind: str, group_size: int, x_dtype: torch.dtype, rows: int) -> str | None:
+def supports(kind: str, group_size: int, x_dtype: torch.dtype, rows: int, in_features: int) -> str | None:
     """Why :func:`linear` should not be used for such a product; None when it should.
 
     Args:
@@ -108,6 +108,7 @@ def supports(kind: str, group_size: int, x_dtype: torch.dtype, rows: int) -> str
         group_size: elements of a stored group.
         x_dtype: dtype of x.
         rows: rows of x.
+        in_features: columns of the weight.
     """
     if _library is None:
         return _reason
@@ -115,7 +116,7 @@ def supports(kind: str, group_size: int, x_dtype: torch.dtype, rows: int) -> str
         return f"no native kernel for {kind}"
     if x_dtype not in DTYPES:
         return f"no native kernel for {x_dtype}"
-    if group_size % 16:
+    if group_size % 16 and group_size < in_features:
         return f"groups of {group_size} are no multiple of 16"
     if rows > MAX_ROWS:
         return f"{rows} rows: above {MAX_ROWS}, dequantized panels are faster"

@@ -27,6 +27,8 @@ def refuses(case: Case) -> str | None:
         return "needs bfloat16 input on the CPU"
     if not 1 <= case.rows <= MAX_ROWS:
         return f"serves 1 to {MAX_ROWS} rows"
+    if case.shape[-1] % 32:
+        return "reads past the end of rows that are no multiple of 32"
     format = case.format
     if format.name != "int8" or format.group_size != "row" or not format.symmetric or format.double_quant:
         return "serves int8:row alone"
@@ -37,5 +39,5 @@ def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias``; the scales are multiplied in float32 afterwards, so that none is rounded."""
     ones = torch.ones(weight.shape[0], dtype=x.dtype)
     product = torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight.codes[:, 0], ones)
-    result = (product.float() * weight.scale[:, 0]).to(x.dtype)
+    result: Tensor = (product.float() * weight.scale[:, 0]).to(x.dtype)
     return result if bias is None else result + bias

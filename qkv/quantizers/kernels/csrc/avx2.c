@@ -337,15 +337,71 @@ TARGET static void dequantize_rows(void *pointer, ptrdiff_t begin, ptrdiff_t end
     }
 }
 
-/* ---- quantizing: the portable code, for the compiler to vectorize ---- */
+/* ---- quantizing ---- */
+
+/* How many midpoints lie below the value: four steps of a binary search, `code` being what is known so far. */
+INLINE __m256i nearest_level(__m256 value, const struct qkv_rule *rule)
+{
+    value = _mm256_mul_ps(_mm256_mul_ps(value, _mm256_set1_ps(rule->lift)), _mm256_set1_ps(rule->inverse));
+    __m256i code = _mm256_setzero_si256();
+    QKV_UNROLL
+    for (int width = 8; width; width /= 2) {
+        const float *table = qkv_nf4_midpoints + width - 1;
+        __m256 middle = look_up(code, _mm256_loadu_ps(table), _mm256_loadu_ps(table + 8));
+        __m256i above = _mm256_castps_si256(_mm256_cmp_ps(middle, value, _CMP_LT_OQ));
+        code = _mm256_add_epi32(code, _mm256_and_si256(above, _mm256_set1_epi32(width)));
+    }
+    return code;
+}
+
+INLINE __m256i nearest_step(__m256 value, const struct qkv_rule *rule)
+{
+    __m256 steps = _mm256_div_ps(value, _mm256_set1_ps(rule->divisor));
+    steps = _mm256_round_ps(steps, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    steps = _mm256_add_ps(steps, _mm256_set1_ps(rule->zero));
+    steps = _mm256_min_ps(_mm256_max_ps(steps, _mm256_set1_ps(rule->low)), _mm256_set1_ps(rule->high));
+    return _mm256_add_epi32(_mm256_cvtps_epi32(steps), _mm256_set1_epi32(rule->offset));
+}
+
+/* As qkv_quantize_group. */
+TARGET static void quantize_group(struct qkv_quantize_job *job, ptrdiff_t index, const float *values)
+{
+    __m256 lows = _mm256_setzero_ps(), highs = lows, spoilt = lows;
+    for (ptrdiff_t i = 0; i < job->group; i += 8) {
+        __m256 value = _mm256_loadu_ps(values + i);
+        lows = _mm256_min_ps(lows, value);
+        highs = _mm256_max_ps(highs, value);
+        spoilt = _mm256_add_ps(spoilt, _mm256_sub_ps(value, value));
+    }
+    if (_mm256_movemask_ps(_mm256_cmp_ps(spoilt, spoilt, _CMP_UNORD_Q))) {
+        __atomic_store_n(&job->not_finite, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    float low[8], high[8];
+    _mm256_storeu_ps(low, lows);
+    _mm256_storeu_ps(high, highs);
+    for (int lane = 1; lane < 8; ++lane) {
+        low[0] = low[lane] < low[0] ? low[lane] : low[0];
+        high[0] = high[lane] > high[0] ? high[lane] : high[0];
+    }
+    struct qkv_rule rule = qkv_rule_of(job, index, low[0], high[0]);
+    const __m256i byte = _mm256_set1_epi32(255);
+    for (ptrdiff_t i = 0; i < job->group; i += QKV_BLOCK) {
+        __m256 first = _mm256_loadu_ps(values + i), second = _mm256_loadu_ps(values + i + 8);
+        __m256i a = rule.nf4 ? nearest_level(first, &rule) : nearest_step(first, &rule);
+        __m256i b = rule.nf4 ? nearest_level(second, &rule) : nearest_step(second, &rule);
+        __m256i words = _mm256_packus_epi32(_mm256_and_si256(a, byte), _mm256_and_si256(b, byte));
+        words = _mm256_permute4x64_epi64(words, 0xd8);
+        uint8_t codes[QKV_BLOCK];
+        _mm_storeu_si128((__m128i *)codes,
+                         _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+        qkv_store_codes(job, index, i, codes);
+    }
+}
 
 TARGET static void quantize_rows(void *pointer, ptrdiff_t begin, ptrdiff_t end)
 {
-    struct qkv_quantize_job *job = pointer;
-    float *values = malloc((size_t)(job->group + 1) * sizeof *values);
-    if (!values) abort();
-    qkv_quantize_rows(job, begin, end, values);
-    free(values);
+    qkv_quantize_rows(pointer, begin, end, quantize_group);
 }
 
 const struct qkv_ops qkv_avx2_ops = {most_rows, linear, dequantize_rows, quantize_rows};

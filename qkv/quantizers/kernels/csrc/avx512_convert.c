@@ -120,18 +120,16 @@ INLINE __mmask16 first16(ptrdiff_t count)
     return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
 }
 
+/* How many midpoints lie below the value: four steps of a binary search, `code` being what is known so far. */
 INLINE __m512i nearest_level(__m512 value, const struct qkv_rule *rule)
 {
-    const __m512 midpoints = _mm512_maskz_loadu_ps(0x7fff, qkv_nf4_midpoints);
-    const __m512i one = _mm512_set1_epi32(1);
     value = _mm512_mul_ps(_mm512_mul_ps(value, _mm512_set1_ps(rule->lift)), _mm512_set1_ps(rule->inverse));
     __m512i code = _mm512_setzero_si512();
     QKV_UNROLL
-    for (int step = 3; step >= 0; --step) { /* how many midpoints lie below the value */
-        __m512i width = _mm512_slli_epi32(one, (unsigned)step);
-        __m512i middle = _mm512_sub_epi32(_mm512_add_epi32(code, width), one);
-        __mmask16 above = _mm512_cmp_ps_mask(_mm512_permutexvar_ps(middle, midpoints), value, _CMP_LT_OQ);
-        code = _mm512_mask_add_epi32(code, above, code, width);
+    for (int width = 8; width; width /= 2) {
+        __m512 middle = _mm512_permutexvar_ps(code, _mm512_loadu_ps(qkv_nf4_midpoints + width - 1));
+        __mmask16 above = _mm512_cmp_ps_mask(middle, value, _CMP_LT_OQ);
+        code = _mm512_mask_add_epi32(code, above, code, _mm512_set1_epi32(width));
     }
     return code;
 }

@@ -164,17 +164,15 @@ static int allocate(struct qkv_linear_job *job, int vectors)
 
 /* ---- unpacking ---- */
 
-/* bf16 of the integers -128 ... 127, split into low and high bytes: [0] for codes 0 ... 127, [1] for -128 ... -1. */
-static uint8_t integer_low[2][128], integer_high[2][128];
+/* bf16 of the integers 0 ... 127, split into low and high bytes. */
+static uint8_t integer_low[128], integer_high[128];
 
 __attribute__((constructor)) static void fill_integers(void)
 {
     for (int code = 0; code < 128; ++code) {
-        for (int negative = 0; negative < 2; ++negative) {
-            uint16_t half = (uint16_t)(qkv_bits((float)(negative ? code - 128 : code)) >> 16);
-            integer_low[negative][code] = (uint8_t)half;
-            integer_high[negative][code] = (uint8_t)(half >> 8);
-        }
+        uint16_t half = (uint16_t)(qkv_bits((float)code) >> 16);
+        integer_low[code] = (uint8_t)half;
+        integer_high[code] = (uint8_t)(half >> 8);
     }
 }
 
@@ -188,18 +186,16 @@ INLINE void unpack_nibbles_bf16(__m512i raw, __m512i halves, __m512i *to)
     to[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 12), halves);
 }
 
-/* 64 signed codes to two vectors of bf16, by tables of 128 bytes. */
+/* 64 signed codes to two vectors of bf16: magnitude by tables, then the sign; -128 is not in the tables. */
 INLINE void unpack_bytes_bf16(__m512i raw, __m512i *to)
 {
-    const __m512i *low_table = (const __m512i *)integer_low, *high_table = (const __m512i *)integer_high;
-    __mmask64 negative = _mm512_movepi8_mask(raw);
-    __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(low_table), raw, _mm512_loadu_si512(low_table + 1));
-    __m512i high = _mm512_permutex2var_epi8(_mm512_loadu_si512(high_table), raw, _mm512_loadu_si512(high_table + 1));
-    __m512i below = _mm512_permutex2var_epi8(_mm512_loadu_si512(low_table + 2), raw, _mm512_loadu_si512(low_table + 3));
-    __m512i above =
-        _mm512_permutex2var_epi8(_mm512_loadu_si512(high_table + 2), raw, _mm512_loadu_si512(high_table + 3));
-    low = _mm512_mask_mov_epi8(low, negative, below);
-    high = _mm512_mask_mov_epi8(high, negative, above);
+    const __m512i sign = _mm512_set1_epi8((char)0x80), lowest = _mm512_set1_epi8((char)0xc3); /* of bf16 -128 */
+    __m512i size = _mm512_abs_epi8(raw);
+    __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(integer_low), size, _mm512_loadu_si512(integer_low + 64));
+    __m512i high =
+        _mm512_permutex2var_epi8(_mm512_loadu_si512(integer_high), size, _mm512_loadu_si512(integer_high + 64));
+    high = _mm512_ternarylogic_epi32(high, raw, sign, 0xf8); /* high | (raw & sign) */
+    high = _mm512_mask_mov_epi8(high, _mm512_cmpeq_epi8_mask(raw, sign), lowest);
     to[0] = _mm512_unpacklo_epi8(low, high);
     to[1] = _mm512_unpackhi_epi8(low, high);
 }
@@ -461,16 +457,19 @@ static qkv_body choose(int bits, int path, int zero, ptrdiff_t rows)
 
 static int is_fast(const struct qkv_linear_job *job) { return job->fast && job->dtype == QKV_BF16; }
 
+/* A lane must not hold codes of two groups. */
+static int is_aligned(const struct qkv_linear_job *job) { return job->w.group % 16 == 0 || job->w.groups == 1; }
+
 /* x in fp32 for more rows than four does not fit the nearest cache. */
 ptrdiff_t qkv_avx512_most_rows(const struct qkv_linear_job *job)
 {
-    if (job->w.group % 16) return qkv_portable_ops.most_rows(job);
+    if (!is_aligned(job)) return qkv_avx2_ops.most_rows(job);
     return is_fast(job) ? 8 : 4;
 }
 
 qkv_body qkv_avx512_linear(struct qkv_linear_job *job)
 {
-    if (job->w.group % 16) return qkv_portable_ops.linear(job);
+    if (!is_aligned(job)) return qkv_avx2_ops.linear(job);
     int bits = job->w.kind == QKV_INT8 ? 8 : 4;
     int path = !is_fast(job) ? EXACT : bits == 8 && job->w.group % 64 == 0 ? WIDE : BFLOAT;
     int length = chunk_length(bits, path);

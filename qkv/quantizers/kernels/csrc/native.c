@@ -11,7 +11,7 @@ const float qkv_nf4_levels[16] = {
     0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
 };
 
-const float qkv_nf4_midpoints[15] = {
+const float qkv_nf4_midpoints[24] = {
     -0.8480963706970215f, -0.6106328964233398f, -0.4599952697753906f, -0.33967941999435425f,
     -0.23460739850997925f, -0.13791173696517944f, -0.045525018125772476f, 0.03979014977812767f,
     0.120255246758461f, 0.2035212516784668f, 0.2920137643814087f, 0.3893125355243683f,
@@ -77,7 +77,8 @@ static int highest_level(void)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
-        __builtin_cpu_supports("avx512bf16"))
+        __builtin_cpu_supports("avx512bf16") &&
+        __builtin_cpu_supports("f16c"))
         return QKV_AVX512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return QKV_AVX2;
 #endif

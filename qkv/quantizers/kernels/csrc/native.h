@@ -88,7 +88,7 @@ extern const struct qkv_ops qkv_avx2_ops, qkv_avx512_ops;
 #endif
 
 extern const float qkv_nf4_levels[16];
-extern const float qkv_nf4_midpoints[15];
+extern const float qkv_nf4_midpoints[24]; /* 15, and room for whole vectors to be read at any of them */
 
 /* Runs body over [0, count) on up to `threads` threads of torch's own pool, `step` items at a time. */
 void qkv_for(ptrdiff_t count, ptrdiff_t step, int threads, qkv_body body, void *job);

@@ -80,11 +80,7 @@ static void dequantize_rows(void *pointer, ptrdiff_t begin, ptrdiff_t end)
 
 static void quantize_rows(void *pointer, ptrdiff_t begin, ptrdiff_t end)
 {
-    struct qkv_quantize_job *job = pointer;
-    float *values = malloc((size_t)(job->group + 1) * sizeof *values);
-    if (!values) abort();
-    qkv_quantize_rows(job, begin, end, values);
-    free(values);
+    qkv_quantize_rows(pointer, begin, end, qkv_quantize_group);
 }
 
 const struct qkv_ops qkv_portable_ops = {most_rows, linear, dequantize_rows, quantize_rows};

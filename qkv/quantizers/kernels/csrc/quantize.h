@@ -6,6 +6,8 @@
 #ifndef QKV_QUANTIZE_H
 #define QKV_QUANTIZE_H
 
+#include <stdlib.h>
+
 #include "scalar.h"
 
 /* To the nearest whole number, ties to even, for |value| < 2^22. */
@@ -86,51 +88,103 @@ QKV_INLINE struct qkv_rule qkv_rule_of(const struct qkv_quantize_job *job, ptrdi
     return rule;
 }
 
-QKV_INLINE uint8_t qkv_encode(const struct qkv_rule *rule, float value)
+/* Elements worked on at a time; the last block of a group may be short. */
+enum { QKV_BLOCK = 16 };
+
+QKV_INLINE void qkv_encode_steps(const struct qkv_rule *rule, const float *values, uint8_t *codes)
 {
-    if (rule->nf4) {
-        float scaled = qkv_between(value * rule->lift * rule->inverse, -1.0f, 1.0f);
-        int code = 0;
-        for (int i = 0; i < 15; ++i) code += qkv_nf4_midpoints[i] < scaled;
-        return (uint8_t)code;
+    const float divisor = rule->divisor, zero = rule->zero, low = rule->low, high = rule->high;
+    const int offset = rule->offset;
+    for (int i = 0; i < QKV_BLOCK; ++i) {
+        float steps = qkv_round(qkv_between(values[i] / divisor, -1024.0f, 1024.0f)) + zero;
+        codes[i] = (uint8_t)((int)qkv_between(steps, low, high) + offset);
     }
-    float steps = qkv_round(qkv_between(value / rule->divisor, -1024.0f, 1024.0f));
-    return (uint8_t)(int)(qkv_between(steps + rule->zero, rule->low, rule->high) + (float)rule->offset);
 }
 
-/* One group of `count` values, as fp32 in `values` padded with zeros to an even number beyond the group. */
-QKV_INLINE void qkv_quantize_group(struct qkv_quantize_job *job, ptrdiff_t index, const float *values)
+/* The code is the number of midpoints below the value. */
+QKV_INLINE void qkv_encode_levels(const struct qkv_rule *rule, const float *values, uint8_t *codes)
 {
-    float low = 0.0f, high = 0.0f, spoilt = 0.0f;
-    for (ptrdiff_t i = 0; i < job->group; ++i) {
-        low = values[i] < low ? values[i] : low;
-        high = values[i] > high ? values[i] : high;
-        spoilt += values[i] - values[i];
-    }
-    if (spoilt != 0.0f) __atomic_store_n(&job->not_finite, 1, __ATOMIC_RELAXED);
-    struct qkv_rule rule = qkv_rule_of(job, index, low, high);
-    uint8_t *codes = job->codes + index * job->group_bytes;
+    float scaled[QKV_BLOCK];
+    int32_t below[QKV_BLOCK] = {0};
+    for (int i = 0; i < QKV_BLOCK; ++i) scaled[i] = values[i] * rule->lift * rule->inverse;
+    for (int j = 0; j < 15; ++j)
+        for (int i = 0; i < QKV_BLOCK; ++i) below[i] += qkv_nf4_midpoints[j] < scaled[i];
+    for (int i = 0; i < QKV_BLOCK; ++i) codes[i] = (uint8_t)below[i];
+}
+
+/* A block of codes to place `at` of group `index`. */
+QKV_INLINE void qkv_store_codes(struct qkv_quantize_job *job, ptrdiff_t index, ptrdiff_t at, uint8_t *codes)
+{
+    uint8_t *to = job->codes + index * job->group_bytes;
+    ptrdiff_t left = job->group - at, count = left < QKV_BLOCK ? left : QKV_BLOCK;
     if (job->kind == QKV_INT8) {
-        for (ptrdiff_t i = 0; i < job->group; ++i) codes[i] = qkv_encode(&rule, values[i]);
+        memcpy(to + at, codes, (size_t)count);
         return;
     }
-    for (ptrdiff_t i = 0; i < job->group; i += 2) {
-        uint8_t second = i + 1 < job->group ? qkv_encode(&rule, values[i + 1]) : 0;
-        codes[i / 2] = (uint8_t)(qkv_encode(&rule, values[i]) << 4 | second);
+    if (count % 2) codes[count] = 0;
+    for (ptrdiff_t i = 0; i < count; i += 2) to[(at + i) / 2] = (uint8_t)(codes[i] << 4 | codes[i + 1]);
+}
+
+/* `count` elements of x from `at` on as fp32, padded with zeros up to `padded`. */
+QKV_INLINE void qkv_load_many(const void *x, int dtype, ptrdiff_t at, ptrdiff_t count, ptrdiff_t padded, float *to)
+{
+    if (dtype == QKV_F32) {
+        memcpy(to, (const float *)x + at, (size_t)count * sizeof *to);
+    } else if (dtype == QKV_BF16) {
+        const uint16_t *from = (const uint16_t *)x + at;
+        for (ptrdiff_t i = 0; i < count; ++i) to[i] = qkv_from_bf16(from[i]);
+    } else {
+        for (ptrdiff_t i = 0; i < count; ++i) to[i] = qkv_load(x, QKV_F16, at + i);
+    }
+    memset(to + count, 0, (size_t)(padded - count) * sizeof *to);
+}
+
+/* Group `index`: its `values`, zeros after them up to a whole number of blocks. */
+QKV_INLINE void qkv_quantize_group(struct qkv_quantize_job *job, ptrdiff_t index, const float *values)
+{
+    float lows[QKV_BLOCK] = {0}, highs[QKV_BLOCK] = {0}, spoilt[QKV_BLOCK] = {0}, low = 0.0f, high = 0.0f, bad = 0.0f;
+    for (ptrdiff_t i = 0; i < job->group; i += QKV_BLOCK) {
+        for (int j = 0; j < QKV_BLOCK; ++j) {
+            float value = values[i + j];
+            lows[j] = value < lows[j] ? value : lows[j];
+            highs[j] = value > highs[j] ? value : highs[j];
+            spoilt[j] += value - value; /* NaN for NaN and infinity */
+        }
+    }
+    for (int j = 0; j < QKV_BLOCK; ++j) {
+        low = lows[j] < low ? lows[j] : low;
+        high = highs[j] > high ? highs[j] : high;
+        bad += spoilt[j];
+    }
+    if (bad != 0.0f) {
+        __atomic_store_n(&job->not_finite, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    struct qkv_rule rule = qkv_rule_of(job, index, low, high);
+    for (ptrdiff_t i = 0; i < job->group; i += QKV_BLOCK) {
+        uint8_t codes[QKV_BLOCK];
+        if (rule.nf4) qkv_encode_levels(&rule, values + i, codes);
+        else qkv_encode_steps(&rule, values + i, codes);
+        qkv_store_codes(job, index, i, codes);
     }
 }
 
-/* Rows [begin, end); `values` has room for a group. */
-QKV_INLINE void qkv_quantize_rows(struct qkv_quantize_job *job, ptrdiff_t begin, ptrdiff_t end, float *values)
+/* Rows [begin, end), `group` being qkv_quantize_group or what does the same. */
+QKV_INLINE void qkv_quantize_rows(struct qkv_quantize_job *job, ptrdiff_t begin, ptrdiff_t end,
+                                  void (*group)(struct qkv_quantize_job *, ptrdiff_t, const float *))
 {
+    ptrdiff_t padded = (job->group + QKV_BLOCK - 1) / QKV_BLOCK * QKV_BLOCK;
+    float local[1024], *values = padded <= 1024 ? local : malloc((size_t)padded * sizeof *values);
+    if (!values) abort();
     for (ptrdiff_t row = begin; row < end; ++row) {
         for (ptrdiff_t at = 0; at < job->groups; ++at) {
             ptrdiff_t start = at * job->group, left = job->in - start;
-            for (ptrdiff_t i = 0; i < job->group; ++i)
-                values[i] = i < left ? qkv_load(job->x, job->dtype, row * job->in + start + i) : 0.0f;
-            qkv_quantize_group(job, row * job->groups + at, values);
+            ptrdiff_t count = left < job->group ? left : job->group;
+            qkv_load_many(job->x, job->dtype, row * job->in + start, count, padded, values);
+            group(job, row * job->groups + at, values);
         }
     }
+    if (values != local) free(values);
 }
 
 #endif

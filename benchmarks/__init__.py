@@ -1,0 +1,1 @@
+"""Benchmarks: they print the tables that the README quotes. Speed is measured interleaved, as ratios."""

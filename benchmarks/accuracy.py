@@ -1,0 +1,79 @@
+"""Perplexity by format, bitsandbytes' own NF4 beside ours, computed in float32.
+
+python -m benchmarks.accuracy MODEL_DIR TEXT_FILE [--windows 8] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import qkv
+from qkv.integration.load import load_tokenizer
+from qkv.integration.perplexity import perplexity
+
+ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("int8", "int8", {}),
+    ("int8:row", "int8:row", {}),
+    ("int8:double", "int8:double", {}),
+    ("int8, embeddings int8", "int8", {"embeddings": "int8"}),
+    ("nf4", "nf4", {}),
+    ("nf4:double", "nf4:double", {}),
+    ("nf4, embeddings int8", "nf4", {"embeddings": "int8"}),
+    ("attention int8, mlp nf4", "nf4", {"overrides": {"self_attn": "int8"}}),
+    ("int4", "int4", {}),
+    ("int4:asym", "int4:asym", {}),
+)
+
+
+def bitsandbytes_weights_(model: torch.nn.Module, double: bool) -> None:
+    """Round every linear weight but the head's through bitsandbytes' own quantizer, in place."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            codes, state = quantize_4bit(module.weight.data, blocksize=64, quant_type="nf4", compress_statistics=double)
+            module.weight.data = dequantize_4bit(codes, state)
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("text")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    text, tokenizer = Path(options.text).read_text(encoding="utf-8"), load_tokenizer(options.model)
+    rows = []
+
+    def measure(name: str, model: Any, bits: float) -> None:
+        value = perplexity(model, tokenizer, text, window=512, num_windows=options.windows).value
+        rows.append({"weights": name, "bits_per_weight": bits, "perplexity": value})
+        print(f"{name:28} {bits:6.2f} bits a weight   perplexity {value:.3f}", flush=True)
+
+    # weights are rounded in bfloat16, as they are stored, and computed with in float32
+    def fresh() -> Any:
+        return qkv.load(options.model)
+
+    measure("bfloat16", fresh().float(), 16.0)
+    for double in (False, True):
+        model = fresh()
+        bitsandbytes_weights_(model, double)
+        name = "bitsandbytes nf4" + (" double" if double else "")
+        measure(name, model.float(), float("nan"))
+    for name, format, settings in ROWS:
+        model = fresh()
+        qkv.quantize_(model, format, **settings)
+        bits = qkv.footprint(model).bits_per_weight
+        measure(name, model.float(), bits)
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
