@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qkv.quantizers.format import FORMATS, Format
 
-TOLERANCES: Final = {
+TOLERANCES: Final[dict[str, Any]] = {
     "ulps": 4.0,  # of float32, on scaled values: what rounding twice may cost
     "step": 2.0**-12,  # of a step, documented in integer.py: the shrunk asymmetric scale
     "product": {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float64: 1e-10},

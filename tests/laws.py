@@ -66,7 +66,9 @@ def check_error_bound(x: Tensor, format: Format) -> None:
     else:
         qmax = 2**format.bits - 1 if not format.symmetric else 2 ** (format.bits - 1) - 1
         steps = 0.5 if format.symmetric else 0.5 + TOLERANCES["step"]
-        allowed = scale * steps + EPS * exact.abs() + (unrounded - scale).clamp(min=0) * qmax
+        below = (unrounded - scale).clamp(min=0)  # rounding of the scale's offset, and no more
+        assert not x.numel() or float(below.max()) <= EPS * float(unrounded.max())
+        allowed = scale * steps + EPS * exact.abs() + below * qmax
     worst = (error - allowed).max() if x.numel() else torch.zeros(())
     assert bool((error <= allowed + SMALLEST).all()), f"{format}: {float(worst):g} beyond the bound"
 

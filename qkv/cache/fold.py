@@ -88,6 +88,9 @@ def _add_token_values(probabilities: Tensor, run: Run, codec: Codec, output: Ten
     codes = codes.view(*codes.shape[:3], groups, -1).permute(1, 3, 0, 2, 4)
     for i in range(planes):
         plane = code_plane(codes, codec, i, output.dtype).view(heads * groups, tokens, -1)
+        if groups == planes == 1:
+            output.baddbmm_(weighted, plane)
+            continue
         product = torch.bmm(weighted, plane)
         target[..., i] += product.view(heads, groups, rows, -1).transpose(1, 2)
     if "values.zero" in run.tensors:

@@ -77,13 +77,26 @@ def stored_weights(source: Source) -> list[Stored]:
     if not config:
         return [_plain(entry) for entry in source.entries.values()]
     settings = _settings(source, config)
-    names = {name for name in source.entries if f"{name}_scale" in source.entries}
+    names = {name for name, entry in source.entries.items() if _is_codes(entry, source)}
     parts = {name + suffix for name in names for suffix in SUFFIXES}
+    _refuse_orphans(source, parts)
     return [
         _quantized(name, source, settings, config) if name in names else _unquantized(entry)
         for name, entry in source.entries.items()
         if name not in parts
     ]
+
+
+def _is_codes(entry: TensorEntry, source: Source) -> bool:
+    return not entry.dtype.is_floating_point and f"{entry.name}_scale" in source.entries
+
+
+def _refuse_orphans(source: Source, parts: set[str]) -> None:
+    """Scales whose codes are gone must not pass for weights; a model's own floats may be named like scales."""
+    for name, entry in source.entries.items():
+        base = next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), None)
+        if base is not None and name not in parts and base not in source.entries:
+            raise CheckpointError(f"{entry.path}: {name} is there and its codes {base} are not; get the file again")
 
 
 def _settings(source: Source, config: Any) -> Settings:
@@ -95,7 +108,7 @@ def _settings(source: Source, config: Any) -> Settings:
     version = config.get("format_version", FORMAT_VERSION)
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{source.path} has format_version {shown(version)}, and {FORMAT_VERSION} is what can be read here; update qkv"
+            f"{source.path} has format_version {shown(version)}, and {FORMAT_VERSION} is what can be read; update qkv"
         )
     kinds = {"skip": list, "overrides": dict, "dtypes": dict, "transposed": list}
     for key, kind in kinds.items():
@@ -143,7 +156,10 @@ def _format_and_shape(name: str, source: Source, settings: Settings) -> tuple[Fo
     asked = next((f for f in (settings.override_for(name), settings.override_for(module)) if f), settings.format)
     *rows, groups, stored = codes.shape if len(codes.shape) > 1 else (0, 0)
     columns = groups * stored * 8 // asked.bits
-    if f"{name}_shape" in source.entries:
+    described = source.entries.get(f"{name}_shape")
+    if described is not None and (described.dtype != torch.int64 or described.shape != (len(codes.shape) - 1,)):
+        raise CheckpointError(f"{codes.path}: {name}_shape is {described.dtype} {list(described.shape)}")
+    if described is not None:
         shape = tuple(int(size) for size in source.read(f"{name}_shape"))
         if shape[:-1] != tuple(rows) or not columns - groups * stored <= shape[-1] <= columns:
             raise CheckpointError(f"{codes.path}: {name}_shape says {list(shape)} and its codes {list(codes.shape)}")

@@ -26,7 +26,8 @@ def cache_from_options(
     Args:
         config: the model's configuration.
         kv: codec of keys and values; ``keys`` and ``values`` override it, each on its own side.
-        window, sinks, summary: a :class:`Window`. ``budget``: an :class:`Importance`; see :func:`read_budget`.
+        window, sinks, summary: a :class:`Window`.
+        budget: an :class:`Importance`; see :func:`read_budget`.
         sizes: ``block_size``, ``residual`` and the other options of :class:`KVCache`.
 
     Raises:

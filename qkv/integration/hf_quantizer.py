@@ -204,7 +204,6 @@ def _put_holder(target: Target, pre_quantized: bool) -> None:
     What is quantized while loading keeps its float parameter until then, which tells in what dtype to read it.
     """
     module = become(target.module, target.new_class, target.format)
-    module._is_hf_initialized = True  # type: ignore[assignment]  # or older versions draw random codes
     for name, format in target.formats.items():
         parameter = module._parameters[name]
         assert parameter is not None
@@ -251,7 +250,6 @@ def _settle(model: nn.Module) -> None:
             if parameter is not None:
                 module.register_buffer(key, tensors.setdefault(id(parameter), parameter.detach()))
         module.__dict__.pop("_views", None)
-        module.__dict__.pop("_is_hf_initialized", None)
 
 
 def _companions(converter: Any, buffers: list[str]) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -21,14 +20,21 @@ def detach_from_files(model: nn.Module) -> int:
     """
     ranges = _mapped_ranges()
     copies: dict[tuple[object, ...], Tensor] = {}
-    for tensor in _tensors(model):
-        if tensor.device.type != "cpu" or not tensor.numel() or not _inside(tensor.data_ptr(), ranges):
-            continue
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if key not in copies:
-            copies[key] = tensor.data.clone()
-        tensor.data = copies[key]
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and _is_mapped(parameter, ranges):
+                parameter.data = _copy(parameter.data, copies)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and _is_mapped(buffer, ranges):
+                module._buffers[name] = _copy(buffer, copies)  # a new object: the old one may hold its base
     return sum(copy.nbytes for copy in copies.values())
+
+
+def _copy(tensor: Tensor, copies: dict[tuple[object, ...], Tensor]) -> Tensor:
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    if key not in copies:
+        copies[key] = tensor.detach().clone()
+    return copies[key]
 
 
 def return_freed_memory() -> None:
@@ -37,11 +43,6 @@ def return_freed_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
-
-
-def _tensors(model: nn.Module) -> Iterable[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _mapped_ranges() -> list[tuple[int, int]] | None:
@@ -57,6 +58,10 @@ def _mapped_ranges() -> list[tuple[int, int]] | None:
             start, end = (int(part, 16) for part in fields[0].split("-"))
             ranges.append((start, end))
     return sorted(ranges)
+
+
+def _is_mapped(tensor: Tensor, ranges: list[tuple[int, int]] | None) -> bool:
+    return tensor.device.type == "cpu" and tensor.numel() > 0 and _inside(tensor.data_ptr(), ranges)
 
 
 def _inside(address: int, ranges: list[tuple[int, int]] | None) -> bool:

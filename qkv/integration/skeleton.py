@@ -104,7 +104,7 @@ def build_skeleton(directory: Path) -> nn.Module:
         config: Any = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        architecture = (getattr(config, "architectures", None) or [""])[0]
+        architecture = str((getattr(config, "architectures", None) or [""])[0])
         model_class = getattr(transformers, architecture, None) if architecture.isidentifier() else None
         if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
             return model_class(config)  # type: ignore[no-any-return]

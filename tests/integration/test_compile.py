@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 from qkv.integration.patch import quantize_
@@ -42,7 +45,7 @@ def test_a_quantized_table_compiles() -> None:
     model = tiny("llama_tied")
     quantize_(model, "int8", embeddings="int8")
     torch._dynamo.reset()
-    compiled = torch.compile(model.model.embed_tokens, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(model.model.embed_tokens, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(prompt()), model.model.embed_tokens(prompt()))
     whole = torch.compile(model, backend="aot_eager")
     assert torch.allclose(logits(whole), logits(model), atol=1e-4)

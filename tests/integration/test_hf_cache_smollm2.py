@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from qkv.cache.plan import LayerShape, kv_nbytes
 from qkv.cache.prefix import PrefixCache
-from qkv.cache.retention import Importance, RandomBlocks, Window
+from qkv.cache.retention import Importance, RandomBlocks, Retention, Window
 from qkv.cache.storages import peak_nbytes
 from qkv.integration.compat import cache_argument
 from qkv.integration.hf_cache import KVCache
@@ -61,15 +61,17 @@ def test_codecs_cost_little(model: Any, text: Tensor) -> None:
 
 
 def test_eviction_beats_random_and_the_window_on_retrieval(model: Any, text: Tensor) -> None:
+    """A passage of 128 tokens comes again 448 tokens later; random is the mean of three seeds."""
     passage = text[:, 2000:2128]
     ids = torch.cat((text[:, :320], passage, text[:, 320:768], passage), 1)
     found = {}
-    for name, retain in (
-        ("importance", Importance(256)), ("random", RandomBlocks(256)), ("window", Window(252, sinks=4)),
-    ):  # fmt: skip
+    policies: dict[str, Retention] = {"importance": Importance(256), "window": Window(252, sinks=4)}
+    policies |= {f"random {seed}": RandomBlocks(256, seed=seed) for seed in (1, 2, 3)}
+    for name, retain in policies.items():
         cache = KVCache(model.config, keys="exact", values="exact", block_size=16, residual=16, retain=retain)
         found[name] = perplexity(model, ids, cache, ids.shape[1] - 128)
-    assert found["importance"] < min(found["random"], found["window"]), found
+    random = sum(found[f"random {seed}"] for seed in (1, 2, 3)) / 3
+    assert found["importance"] < min(random, found["window"]), found
 
 
 def test_half_the_tokens_cost_little(model: Any, text: Tensor) -> None:

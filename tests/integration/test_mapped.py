@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_what_is_kept_does_not_keep_the_file(tmp_path: Path) -> None:
 
 def test_ties_views_and_strides_survive(tmp_path: Path) -> None:
     x = torch.randn(32, 48)
-    model = nn.Module()
+    model: Any = nn.Module()
     whole = mapped_tensor(tmp_path / "f", x)
     model.a = nn.Parameter(whole)
     model.b = nn.Parameter(whole)

@@ -176,14 +176,14 @@ def test_hooks_of_accelerate_survive() -> None:
 
 def test_a_module_used_twice_is_quantized_once() -> None:
     shared = nn.Linear(32, 32)
-    model = nn.Sequential(shared, nn.ReLU(), shared, nn.Sequential(shared))
+    model: Any = nn.Sequential(shared, nn.ReLU(), shared, nn.Sequential(shared))
     report = quantize_(model, "int8")
     assert len(report.quantized) == 1 and model[0] is model[2] is model[3][0]
     assert footprint(model).num_parameters == 32 * 32 + 32
 
 
 def test_a_shared_parameter_is_quantized_once_and_stays_shared() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False), nn.Linear(32, 32))
+    model: Any = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False), nn.Linear(32, 32))
     model[1].weight = model[0].weight
     model[2].weight = nn.Parameter(model[0].weight.data)  # another Parameter over the same storage
     x = torch.randn(2, 32)
@@ -192,7 +192,7 @@ def test_a_shared_parameter_is_quantized_once_and_stays_shared() -> None:
     assert all(model[0]._buffers[n] is model[i]._buffers[n] for n in model[0].held_names() for i in (1, 2))
     y = model(x)
     for cast in (lambda m: m.to(torch.float64), lambda m: copy.deepcopy(m).float()):
-        model = cast(model)
+        model = cast(model)  # type: ignore[no-untyped-call]
         assert model[0].weight.data_ptr() == model[1].weight.data_ptr() == model[2].weight.data_ptr()
     assert torch.allclose(model(x), y)
     dequantize_(model)
@@ -213,7 +213,8 @@ def test_a_tied_head_under_any_name_stays_tied_and_as_it_is() -> None:
 @pytest.mark.parametrize("text", ["int8", "int8:asym", "nf4", "int8:row"])
 def test_a_tied_table_is_quantized_once(text: str) -> None:
     """One storage; llm-compressor PR#2798, GPTQModel#3050: a second copy or a broken tie."""
-    for model in (Tied(), tiny("llama_tied"), tiny("gemma3"), tiny("gpt2")):
+    models: list[Any] = [Tied(), tiny("llama_tied"), tiny("gemma3"), tiny("gpt2")]
+    for model in models:
         tied = isinstance(model, Tied)
         table, head = (model.tok, model.out) if tied else (model.get_input_embeddings(), model.get_output_embeddings())
         report = quantize_(model, "nf4", embeddings=text)
@@ -287,10 +288,10 @@ def test_copies_and_state_dicts_round_trip(family: str) -> None:
 def test_quantizing_twice_adds_to_what_is_quantized() -> None:
     model = tiny("llama")
     quantize_(model, "int8", skip="mlp")
-    first = {name: module.weight.clone() for name, module in holders(model).items()}
+    first = {name: module.quantized().codes.clone() for name, module in holders(model).items()}
     report = quantize_(model, "nf4")
     assert len(report.quantized) == 6 and all("mlp" in row.name for row in report.quantized)
-    assert all(torch.equal(holders(model)[name].weight, codes) for name, codes in first.items())
+    assert all(torch.equal(holders(model)[name].quantized().codes, codes) for name, codes in first.items())
     with pytest.raises(QkvError, match="quantized already"):
         quantize_(model, "nf4")
 

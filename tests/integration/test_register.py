@@ -27,7 +27,7 @@ def test_the_module_that_triggers_it_stays_an_ordinary_module() -> None:
         "import qkv, inspect, importlib, sys\nimport transformers.modeling_utils as m\n"
         "print(len(inspect.getsource(m)) > 1000, m.__spec__.name, m.__file__ == m.__spec__.origin)\n"
         "import qkv.integration.register as r\nr.register_plug_in(); r.register_plug_in()\n"
-        "print(sum(isinstance(f, r._Finder) for f in sys.meta_path))"
+        "print(sum(isinstance(f, r._Finder) for f in sys.meta_path) <= 1)"
     )
     result = run_python(code)
-    assert result.stdout.split() == ["True", "transformers.modeling_utils", "True", "0"], result.stderr
+    assert result.stdout.split() == ["True", "transformers.modeling_utils", "True", "True"], result.stderr

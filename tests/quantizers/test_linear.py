@@ -29,8 +29,9 @@ CASTS: list[Callable[[nn.Module], nn.Module]] = [
 
 def layer(text: str = "nf4", *, magnitude: float = 1.0, columns: int = 128, rows: int = 64) -> QuantizedLinear:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(columns, rows))
-    model[0].weight.data.mul_(magnitude)
+    plain = nn.Linear(columns, rows)
+    plain.weight.data.mul_(magnitude)
+    model = nn.Sequential(plain)
     quantize_(model, text)
     found = model[0]
     assert isinstance(found, QuantizedLinear)

@@ -100,7 +100,7 @@ def test_gradients_are_those_of_the_dequantized_weight(text: str, dtype: torch.d
     x = sample("normal", (2, 3, 96), 5).to(dtype).requires_grad_()
     bias = sample("normal", (24,), 6).requires_grad_()
     grad = sample("normal", (2, 3, 24), 7).to(dtype)
-    kernels.linear(x, weight, bias).backward(grad)
+    kernels.linear(x, weight, bias).backward(grad)  # type: ignore[no-untyped-call]
     want = grad.double() @ weight.dequantize(torch.float64)
     size = grad.double().abs() @ weight.dequantize(torch.float64).abs()
     assert x.grad is not None and x.grad.dtype == dtype and bias.grad is not None
@@ -120,7 +120,12 @@ def test_gradients_of_gradients() -> None:
 def test_no_float_weight_is_kept_for_backward() -> None:
     weight = quantize_tensor(sample("normal", (64, 64), 4), "int8")
     saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         kernels.linear(torch.randn(2, 64, requires_grad=True), weight, torch.zeros(64, requires_grad=True))
     assert not saved
 
