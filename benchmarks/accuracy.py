@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import qkv
-from qkv.integration.load import load_tokenizer
+from qkv.checkpoint.load import load_tokenizer
 from qkv.integration.perplexity import perplexity
 
 ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (

@@ -62,9 +62,7 @@ def variants(tokens: int, queries: Tensor) -> dict[str, Callable[[], object]]:
     keys, values = (torch.randn(shape).bfloat16() for _ in range(2))
     rows = queries.view(1, HEADS, GROUP, DIM)
     found: dict[str, Callable[[], object]] = {
-        "bf16 dense (yardstick)": lambda: torch.nn.functional.scaled_dot_product_attention(
-            rows, keys, values
-        ),
+        "bf16 dense (yardstick)": lambda: torch.nn.functional.scaled_dot_product_attention(rows, keys, values),
     }
     for name, (key_codec, value_codec) in CODECS.items():
         layer = filled(key_codec, value_codec, tokens - 1)

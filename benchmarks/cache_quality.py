@@ -100,9 +100,7 @@ def technical_text() -> str:
     """A long technical text every Python carries: the language reference's topics."""
     from pydoc_data import topics
 
-    return "\n".join(
-        topics.topics[name] for name in ("compound", "class", "types", "assignment", "typesmapping")
-    )
+    return "\n".join(topics.topics[name] for name in ("compound", "class", "types", "assignment", "typesmapping"))
 
 
 def retrieval_ids(text: Tensor) -> tuple[Tensor, int]:
@@ -118,10 +116,7 @@ def run(model: Any, texts: dict[str, Tensor], tokens: int, only: str | None) -> 
     for name, ids in texts.items():
         part = ids[:, :tokens]
         if only in (None, "codecs"):
-            rows = (
-                (n, perplexity(model, part, KVCache(config, **kw), count_from=256))
-                for n, kw in CODECS.items()
-            )
+            rows = ((n, perplexity(model, part, KVCache(config, **kw), count_from=256)) for n, kw in CODECS.items())
             table(f"codecs, {name}, {tokens} tokens, counted from 256", rows)
         if only in (None, "retention"):
             for budget in (512, 256):
@@ -180,9 +175,7 @@ def main() -> None:
     texts = {"WikiText-2": args.text.read_text()[:60_000], "Python reference": technical_text()[:60_000]}
     began = time.perf_counter()
     run(model, {n: torch.tensor([tokenizer.encode(t)]) for n, t in texts.items()}, args.tokens, args.only)
-    print(
-        f"\n{time.perf_counter() - began:.0f} s, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    )
+    print(f"\n{time.perf_counter() - began:.0f} s, {torch.get_num_threads()} threads, torch {torch.__version__}")
 
 
 if __name__ == "__main__":

@@ -102,9 +102,7 @@ def bitsandbytes_nf4(weight: Tensor) -> Candidate:
         layer = bitsandbytes.nn.Linear4bit(
             weight.shape[1], weight.shape[0], bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
         )
-        layer.weight = bitsandbytes.nn.Params4bit(
-            weight.bfloat16(), requires_grad=False, quant_type="nf4"
-        ).to("cpu")
+        layer.weight = bitsandbytes.nn.Params4bit(weight.bfloat16(), requires_grad=False, quant_type="nf4").to("cpu")
         product: Product = layer.eval().requires_grad_(False)
         return product
 
@@ -183,9 +181,7 @@ def _line(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="out x in, for example 4096x4096")
     parser.add_argument("--rows", default="1,4,8,64", help="rows of x")
     parser.add_argument("--formats", default=",".join(FORMATS))

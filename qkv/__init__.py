@@ -13,16 +13,16 @@ from qkv.integration.register import register_plug_in
 
 if TYPE_CHECKING:
     from qkv.checkpoint.dequantize import dequantize_checkpoint as dequantize_checkpoint
+    from qkv.checkpoint.load import load as load
     from qkv.checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
     from qkv.errors import CheckpointError as CheckpointError
     from qkv.errors import QkvError as QkvError
     from qkv.integration.hf_quantizer import QkvConfig as QkvConfig
-    from qkv.integration.load import load as load
     from qkv.integration.patch import dequantize_ as dequantize_
     from qkv.integration.patch import patched as patched
     from qkv.integration.patch import quantize_ as quantize_
-    from qkv.memory.footprint import Footprint as Footprint
     from qkv.memory.footprint import footprint as footprint
+    from qkv.memory.items import Footprint as Footprint
     from qkv.quantizers.format import FORMATS as FORMATS
     from qkv.quantizers.format import Format as Format
     from qkv.quantizers.quantize import quantize_tensor as quantize_tensor
@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CheckpointError": "qkv.errors",
     "FORMATS": "qkv.quantizers.format",
-    "Footprint": "qkv.memory.footprint",
+    "Footprint": "qkv.memory.items",
     "Format": "qkv.quantizers.format",
     "QkvConfig": "qkv.integration.hf_quantizer",
     "QkvError": "qkv.errors",
@@ -41,7 +41,7 @@ _HOMES = {
     "dequantize_": "qkv.integration.patch",
     "dequantize_checkpoint": "qkv.checkpoint.dequantize",
     "footprint": "qkv.memory.footprint",
-    "load": "qkv.integration.load",
+    "load": "qkv.checkpoint.load",
     "patched": "qkv.integration.patch",
     "quantize_": "qkv.integration.patch",
     "quantize_checkpoint": "qkv.checkpoint.quantize",

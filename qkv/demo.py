@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from qkv.checkpoint.gguf import convert_gguf
+from qkv.checkpoint.load import load, load_tokenizer
 from qkv.checkpoint.quantize import quantize_checkpoint
 from qkv.errors import QkvError
 from qkv.integration.generate import encode_prompt
-from qkv.integration.gguf import convert_gguf
-from qkv.integration.load import load, load_tokenizer
 from qkv.integration.perplexity import perplexity
-from qkv.memory.footprint import Footprint, footprint
+from qkv.memory.footprint import footprint
+from qkv.memory.items import Footprint
 from qkv.quantizers.format import Format
 from qkv.units import format_bytes
 

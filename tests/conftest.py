@@ -50,9 +50,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct as bfloat16 safetensors, converted once for all workers from the package's file."""
+    from qkv.checkpoint.gguf import convert_gguf
     from qkv.demo import packaged_gguf
     from qkv.errors import QkvError
-    from qkv.integration.gguf import convert_gguf
 
     try:
         source = packaged_gguf()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import qkv.memory.footprint as memory
 from qkv.integration.patch import quantize_
+from qkv.memory.items import Item
 from qkv.quantizers import double_quant, grouping, integer, nf4, packing, quantize, tensor
 from qkv.quantizers.format import Format
 from qkv.quantizers.kernels import choose, native_cpu, reference
@@ -216,7 +217,7 @@ def tied_weights_twice(patch: Patch) -> None:
 def codes_without_scales(patch: Patch) -> None:
     live = memory._live_item
 
-    def mutant(full_name: str, name: str, module: Any, tensors: list[Tensor]) -> memory.Item:
+    def mutant(full_name: str, name: str, module: Any, tensors: list[Tensor]) -> Item:
         return live(full_name, name, module, tensors[:1])
 
     patch.setattr(memory, "_live_item", mutant)

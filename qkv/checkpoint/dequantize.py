@@ -11,8 +11,8 @@ from qkv.checkpoint.output import PieceOf, write_model
 from qkv.checkpoint.read import Stored, stored_weights
 from qkv.checkpoint.source import Source
 from qkv.checkpoint.writer import TensorSpec
+from qkv.dtypes import dtype_named
 from qkv.errors import CheckpointError
-from qkv.memory.footprint import dtype_named
 from qkv.quantizers.tensor import QuantizedTensor
 
 

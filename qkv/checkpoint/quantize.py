@@ -11,13 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from qkv.checkpoint.output import PieceOf, write_model
-from qkv.checkpoint.read import FORMAT_VERSION
 from qkv.checkpoint.source import Source
 from qkv.checkpoint.writer import TensorSpec
 from qkv.errors import CheckpointError, QkvError
-from qkv.integration.settings import Settings
+from qkv.integration.settings import FORMAT_VERSION, Settings
 from qkv.integration.skeleton import Choice, Chooser
-from qkv.memory.footprint import Footprint, Item, Note
+from qkv.memory.items import Footprint, Item, Note
 from qkv.quantizers.format import Format
 from qkv.quantizers.quantize import quantize_tensor
 from qkv.units import format_bytes

@@ -11,14 +11,12 @@ import torch
 
 from qkv.checkpoint.header import TensorEntry
 from qkv.checkpoint.source import Source
+from qkv.dtypes import dtype_named
 from qkv.errors import CheckpointError, QkvError, shown
-from qkv.integration.settings import Settings
-from qkv.memory.footprint import Item, dtype_named
+from qkv.integration.settings import FORMAT_VERSION, Settings
+from qkv.memory.items import Item
 from qkv.quantizers.experts import parameter_format
-from qkv.quantizers.format import Format
-
-FORMAT_VERSION = 1
-SUFFIXES = ("_scale", "_zero", "_scale_absmax", "_scale_offset", "_shape")
+from qkv.quantizers.format import SUFFIXES, Format
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Generate and stream."""
+    from qkv.checkpoint.load import load, load_tokenizer
     from qkv.integration.generate import generate_text
 
     generate_text(
-        options.model,
+        load(options.model),
+        load_tokenizer(options.model),
         options.prompt,
         chat=options.chat,
         max_new_tokens=options.max_new_tokens,

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure and print."""
+    from qkv.checkpoint.load import load, load_tokenizer
     from qkv.cli.options import read_text
-    from qkv.integration.load import load, load_tokenizer
     from qkv.integration.perplexity import perplexity
 
     text = read_text(options.text)

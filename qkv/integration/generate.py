@@ -1,19 +1,18 @@
-"""Generate text with a model directory, as the command line does it."""
+"""Generate text as the command line does it."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from qkv.errors import QkvError
-from qkv.integration.load import load, load_tokenizer
 
 
 def generate_text(
-    path: str | Path,
+    model: Any,
+    tokenizer: Any,
     prompt: str,
     *,
     chat: bool = False,
@@ -22,7 +21,7 @@ def generate_text(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> None:
-    """Load a model, continue ``prompt`` on standard output, and say on standard error how fast it went.
+    """Continue ``prompt`` on standard output, and say on standard error how fast it went.
 
     Raises:
         QkvError: a temperature below 0, ``top_p`` outside (0, 1], a seed out of range, or no chat template.
@@ -34,9 +33,7 @@ def generate_text(
     sampling = sampling_options(temperature, top_p)
     if not 0 <= seed < 2**63:
         raise QkvError(f"seed {seed} is not a whole number from 0 to 2**63 - 1")
-    tokenizer = load_tokenizer(path)
     inputs = encode_prompt(tokenizer, prompt, chat=chat)
-    model = load(path)
     torch.manual_seed(seed)
     start = time.perf_counter()
     output = model.generate(

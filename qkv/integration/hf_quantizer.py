@@ -14,14 +14,13 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from qkv.checkpoint.read import FORMAT_VERSION, SUFFIXES
 from qkv.errors import QkvError
 from qkv.integration.announce import announce
 from qkv.integration.compat import copy_converter
 from qkv.integration.mapped import detach_from_files, return_freed_memory
 from qkv.integration.select import Target, select
-from qkv.integration.settings import Settings, matches
-from qkv.quantizers.format import Format
+from qkv.integration.settings import FORMAT_VERSION, Settings, matches
+from qkv.quantizers.format import SUFFIXES, Format
 from qkv.quantizers.holder import Holder, Spec, become
 from qkv.quantizers.quantize import quantize_tensor
 

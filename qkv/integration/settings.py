@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from qkv.errors import QkvError
 from qkv.quantizers.format import Format
 
+FORMAT_VERSION = 1
+"""Of what is written: ``quantization_config`` in config.json and the tensors that it describes."""
 KEEP = "keep"
 
 

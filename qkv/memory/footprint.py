@@ -2,180 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from math import prod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qkv.errors import QkvError
+from qkv.checkpoint.read import read_items
+from qkv.dtypes import dtype_named
 from qkv.integration.select import memory_key
+from qkv.memory.items import Footprint, Item, unquantized
 from qkv.memory.kv import kv_nbytes
-from qkv.quantizers.format import Format
 from qkv.quantizers.holder import Holder
-
-ROLES = tuple(
-    (role, re.compile(rf"(?:^|\.)(?:{pattern})(?:\.|$)"))
-    for role, pattern in (
-        ("head", "lm_head|embed_out|output_layer"),
-        ("embedding", r"\w*embed\w*|wte|wpe"),
-        ("experts", "experts"),
-        ("router", "router|gate|shared_expert_gate"),
-        ("norm", r"\w*norm\w*|ln|ln_\w+"),
-        ("attention", r"\w*attn\w*|\w*attention\w*"),
-        ("mlp", r"\w*mlp\w*|\w*ffn\w*|feed_forward|fc\w*"),
-    )
-)
-"""Roles by the components of a tensor's name; the first that fits counts."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """One weight.
-
-    Attributes:
-        format: None for a plain tensor.
-        dtype: what the numbers, or their codes, are stored in.
-        shape: of the numbers, however they are packed.
-        nbytes: everything that is stored for it.
-        overhead_nbytes: the part of ``nbytes`` that is scales and zero points.
-    """
-
-    name: str
-    format: str | None
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    overhead_nbytes: int = 0
-
-    @classmethod
-    def quantized(cls, name: str, format: Format, shape: tuple[int, ...]) -> Item:
-        """A weight of float shape ``shape`` in ``format``."""
-        codes_shape, dtype = format.layout(shape)[""]
-        nbytes = format.stored_nbytes(shape)
-        return cls(name, str(format), dtype, shape, nbytes, nbytes - prod(codes_shape) * dtype.itemsize)
-
-    @property
-    def role(self) -> str:
-        """``embedding``, ``attention``, ``mlp`` and so on, or ``other``."""
-        return next((role for role, pattern in ROLES if pattern.search(self.name.lower())), "other")
-
-
-@dataclass(frozen=True)
-class Note:
-    """A matrix that is not quantized, its bytes and the reason."""
-
-    name: str
-    nbytes: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """All weights of one role, format and dtype together."""
-
-    role: str
-    format: str | None
-    dtype: str
-    num_tensors: int
-    num_parameters: int
-    nbytes: int
-    overhead_nbytes: int
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits a parameter takes, scales counted."""
-        return 8 * self.nbytes / self.num_parameters if self.num_parameters else 0.0
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What a model takes. Printed, it is a table; bytes are exact.
-
-    Attributes:
-        rows: the weights by role, format and dtype.
-        buffer_nbytes: buffers that are not weights (rotary tables, masks), live models only.
-        unused_nbytes: storage behind the weights that no weight uses, live models only.
-        kv_nbytes: the key-value cache at the context asked for, None without one or where it is not known.
-        kv_note: what the figure stands for, or why there is none.
-        kept: matrices that are not quantized, with the reason where it is known.
-    """
-
-    rows: list[Row]
-    buffer_nbytes: int = 0
-    unused_nbytes: int = 0
-    kv_nbytes: int | None = None
-    kv_note: str = ""
-    kept: tuple[Note, ...] = ()
-
-    @classmethod
-    def of(cls, items: Iterable[Item], kept: Iterable[Note] = (), **others: Any) -> Footprint:
-        """Add items up into rows, in the order of ``ROLES``."""
-        groups: dict[tuple[str, str | None, str], list[Item]] = {}
-        for item in items:
-            dtype = str(item.dtype).removeprefix("torch.")
-            groups.setdefault((item.role, item.format, dtype), []).append(item)
-        rows = [
-            Row(
-                *key,
-                len(group),
-                sum(prod(item.shape) for item in group),
-                sum(item.nbytes for item in group),
-                sum(item.overhead_nbytes for item in group),
-            )
-            for key, group in sorted(groups.items(), key=_row_order)
-        ]
-        return cls(rows, kept=tuple(kept), **others)
-
-    @property
-    def weight_nbytes(self) -> int:
-        """Bytes of all weights, scales included, tied ones once."""
-        return sum(row.nbytes for row in self.rows)
-
-    @property
-    def overhead_nbytes(self) -> int:
-        """Bytes of scales, zero points and second-level scales, part of ``weight_nbytes``."""
-        return sum(row.overhead_nbytes for row in self.rows)
-
-    @property
-    def num_parameters(self) -> int:
-        """Numbers in the model, however they are packed, tied ones once."""
-        return sum(row.num_parameters for row in self.rows)
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits a parameter takes on average, scales and unquantized weights included."""
-        return 8 * self.weight_nbytes / self.num_parameters if self.num_parameters else 0.0
-
-    @property
-    def total_nbytes(self) -> int:
-        """Weights, buffers, unused storage and, where asked for and known, the KV cache."""
-        return self.weight_nbytes + self.buffer_nbytes + self.unused_nbytes + (self.kv_nbytes or 0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The footprint as plain values."""
-        totals = (
-            "total_nbytes", "weight_nbytes", "overhead_nbytes", "buffer_nbytes", "unused_nbytes",
-            "num_parameters", "bits_per_weight", "kv_nbytes", "kv_note",
-        )  # fmt: skip
-        rows = [{**asdict(row), "bits_per_weight": row.bits_per_weight} for row in self.rows]
-        kept = [asdict(note) for note in self.kept]
-        return {**{name: getattr(self, name) for name in totals}, "rows": rows, "not_quantized": kept}
-
-    def __str__(self) -> str:
-        from qkv.memory.table import table
-
-        return table(self)
-
-
-def _row_order(group: tuple[tuple[str, str | None, str], list[Item]]) -> tuple[int, str, str]:
-    role, format, dtype = group[0]
-    roles = [name for name, _ in ROLES]
-    return roles.index(role) if role in roles else len(roles), format or "", dtype
 
 
 def footprint(
@@ -200,8 +39,6 @@ def footprint(
         floats = (p.dtype for p in model.parameters() if p.dtype.is_floating_point)
         dtype = next(floats, torch.bfloat16)
     else:
-        from qkv.checkpoint.read import read_items
-
         items, config, dtype = read_items(Path(model), require_weights=context is None)
         others = {}
     kv: dict[str, Any] = {}
@@ -209,23 +46,6 @@ def footprint(
         itemsize = dtype_named(kv_dtype).itemsize if kv_dtype else dtype.itemsize
         kv["kv_nbytes"], kv["kv_note"] = kv_nbytes(config, context, batch, itemsize)
     return Footprint.of(items, unquantized(items), **others, **kv)
-
-
-def unquantized(items: Iterable[Item]) -> list[Note]:
-    """The matrices among ``items`` that are plain tensors."""
-    return [Note(item.name, item.nbytes, "") for item in items if item.format is None and len(item.shape) > 1]
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """``"bfloat16"`` as ``torch.bfloat16``.
-
-    Raises:
-        QkvError: not a floating-point dtype of torch.
-    """
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise QkvError(f"{name!r} is not a floating-point dtype; take float32, bfloat16 or float16")
-    return dtype
 
 
 def live_items(model: nn.Module) -> tuple[list[Item], dict[str, int]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qkv.units import format_bytes
 
 if TYPE_CHECKING:
-    from qkv.memory.footprint import Footprint
+    from qkv.memory.items import Footprint
 
 
 def table(footprint: Footprint) -> str:

@@ -13,6 +13,8 @@ from qkv.errors import QkvError
 BITS: Final = {"int8": 8, "int4": 4, "nf4": 4}
 NESTED_BLOCK: Final = 256
 """Scales that share one second-level scale under double quantization (QLoRA, arXiv 2305.14314)."""
+SUFFIXES: Final = ("_scale", "_zero", "_scale_absmax", "_scale_offset", "_shape")
+"""What is appended to a weight's name for the tensors that go with its codes."""
 MAX_GROUP_SIZE: Final = 2**20
 DEFAULT_GROUP_SIZE: Final = 64
 

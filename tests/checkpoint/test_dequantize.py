@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from qkv.checkpoint.dequantize import dequantize_checkpoint
+from qkv.checkpoint.load import load
 from qkv.checkpoint.quantize import quantize_checkpoint
 from qkv.errors import CheckpointError, QkvError
-from qkv.integration.load import load
 from qkv.integration.patch import dequantize_
 from qkv.quantizers.quantize import quantize_tensor
 from tests.helpers import FAMILIES, assert_same_model, tensors_in

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from qkv.checkpoint.load import load
 from qkv.checkpoint.quantize import quantize_checkpoint
 from qkv.checkpoint.writer import StreamWriter
 from qkv.errors import CheckpointError, QkvError
-from qkv.integration.load import load
 from qkv.integration.patch import quantize_
 from qkv.memory.footprint import footprint
 from tests.helpers import (

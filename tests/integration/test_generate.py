@@ -8,7 +8,7 @@ import torch
 from qkv.checkpoint.quantize import quantize_checkpoint
 from qkv.errors import QkvError
 from qkv.integration.generate import encode_prompt, generate_text, sampling_options
-from qkv.integration.load import load, load_tokenizer
+from qkv.checkpoint.load import load, load_tokenizer
 from qkv.integration.patch import quantize_
 from qkv.memory.footprint import footprint
 from tests.helpers import assert_same_tensors, live_nbytes, tensor_nbytes_in
@@ -45,7 +45,7 @@ def test_the_main_job_on_a_real_model(
         live_nbytes(model),
     }
     assert len(counts) == 1 and footprint(model).num_parameters == 134_515_008
-    generate_text(tmp_path / "nf4", "What is the capital of France?", chat=True, max_new_tokens=12)
+    generate_text(load(tmp_path / "nf4"), load_tokenizer(tmp_path / "nf4"), "What is the capital of France?", chat=True, max_new_tokens=12)
     printed = capsys.readouterr()
     assert "Paris" in printed.out and printed.err.strip().endswith("tokens/s")
 

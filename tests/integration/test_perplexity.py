@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qkv.errors import QkvError
-from qkv.integration.load import load, load_tokenizer
+from qkv.checkpoint.load import load, load_tokenizer
 from qkv.integration.patch import patched
 from qkv.integration.perplexity import perplexity
 from tests.helpers import tiny

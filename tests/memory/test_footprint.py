@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from qkv.checkpoint.load import load
 from qkv.checkpoint.quantize import quantize_checkpoint
 from qkv.errors import CheckpointError
-from qkv.integration.load import load
 from qkv.integration.patch import quantize_
 from qkv.integration.skeleton import build_skeleton
-from qkv.memory.footprint import Item, footprint
+from qkv.memory.footprint import footprint
+from qkv.memory.items import Item
 from qkv.quantizers.format import Format
 from tests.helpers import FAMILIES, MIXTURES, live_nbytes, tensor_nbytes_in, tensors_in, tiny
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from qkv.checkpoint.source import Source
+from qkv.dtypes import dtype_named
 from qkv.errors import QkvError
 from qkv.integration.compat import no_bars_in_pipes
-from qkv.memory.footprint import dtype_named
 
 
 def load(path: str | Path, *, dtype: str | torch.dtype = "auto", **options: Any) -> Any:
@@ -25,6 +25,7 @@ def load(path: str | Path, *, dtype: str | torch.dtype = "auto", **options: Any)
 
     Raises:
         CheckpointError: a directory that is damaged or unsafe.
+        QkvError: neither a directory nor a model that a hub has.
     """
     from transformers import AutoModelForCausalLM
 
@@ -34,8 +35,13 @@ def load(path: str | Path, *, dtype: str | torch.dtype = "auto", **options: Any)
         dtype = dtype_named(dtype)
     if Path(path).exists():
         Source.open(path).require_config()
-    with no_bars_in_pipes():
-        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, **options)
+    try:
+        with no_bars_in_pipes():
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, **options)
+    except OSError as error:
+        if Path(path).exists():
+            raise
+        raise QkvError(f"{path} is no directory and cannot be had from a hub: {str(error).splitlines()[0]}") from error
     return model.eval()
 
 
