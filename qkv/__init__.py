@@ -12,15 +12,22 @@ from typing import TYPE_CHECKING, Any
 from qkv.integration.register import register_plug_in
 
 if TYPE_CHECKING:
+    from qkv.cache.prefix import PrefixCache as PrefixCache
+    from qkv.cache.retention import Importance as Importance
+    from qkv.cache.retention import KeepAll as KeepAll
+    from qkv.cache.retention import RandomBlocks as RandomBlocks
+    from qkv.cache.retention import Window as Window
     from qkv.checkpoint.dequantize import dequantize_checkpoint as dequantize_checkpoint
     from qkv.checkpoint.load import load as load
     from qkv.checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
     from qkv.errors import CheckpointError as CheckpointError
     from qkv.errors import QkvError as QkvError
+    from qkv.integration.hf_cache import KVCache as KVCache
     from qkv.integration.hf_quantizer import QkvConfig as QkvConfig
     from qkv.integration.patch import dequantize_ as dequantize_
     from qkv.integration.patch import patched as patched
     from qkv.integration.patch import quantize_ as quantize_
+    from qkv.integration.perplexity import perplexity as perplexity
     from qkv.memory.footprint import footprint as footprint
     from qkv.memory.items import Footprint as Footprint
     from qkv.quantizers.format import FORMATS as FORMATS
@@ -35,14 +42,21 @@ _HOMES = {
     "FORMATS": "qkv.quantizers.format",
     "Footprint": "qkv.memory.items",
     "Format": "qkv.quantizers.format",
+    "Importance": "qkv.cache.retention",
+    "KVCache": "qkv.integration.hf_cache",
+    "KeepAll": "qkv.cache.retention",
+    "PrefixCache": "qkv.cache.prefix",
     "QkvConfig": "qkv.integration.hf_quantizer",
     "QkvError": "qkv.errors",
     "QuantizedTensor": "qkv.quantizers.tensor",
+    "RandomBlocks": "qkv.cache.retention",
+    "Window": "qkv.cache.retention",
     "dequantize_": "qkv.integration.patch",
     "dequantize_checkpoint": "qkv.checkpoint.dequantize",
     "footprint": "qkv.memory.footprint",
     "load": "qkv.checkpoint.load",
     "patched": "qkv.integration.patch",
+    "perplexity": "qkv.integration.perplexity",
     "quantize_": "qkv.integration.patch",
     "quantize_checkpoint": "qkv.checkpoint.quantize",
     "quantize_tensor": "qkv.quantizers.quantize",

@@ -215,9 +215,7 @@ def _anchor_tile(rows: Tensor, state: Softmax, scope: Scope) -> None:
 def _tail_tile(rows: Tensor, open_mask: Tensor, state: Softmax, scope: Scope) -> None:
     view = scope.view
     keys, values = view.tail_keys.to(rows.dtype), view.tail_values.to(rows.dtype)
-    probabilities = state.weigh(
-        _finish(torch.bmm(rows, keys.transpose(1, 2)), _tail_mask(open_mask, scope), scope)
-    )
+    probabilities = state.weigh(_finish(torch.bmm(rows, keys.transpose(1, 2)), _tail_mask(open_mask, scope), scope))
     _add_exact(state, probabilities, values, view)
     if scope.with_mass:
         count = keys.shape[1]

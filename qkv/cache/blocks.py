@@ -50,9 +50,9 @@ class BlockLayout:
     def nbytes(self, tokens: int | None = None) -> int:
         """Bytes of one block, metadata counted."""
         tokens = self.block_size if tokens is None else tokens
-        return self.keys.stored_nbytes(
-            self.heads, tokens, self.key_dim, self.dtype
-        ) + self.values.stored_nbytes(self.heads, tokens, self.value_dim, self.dtype)
+        return self.keys.stored_nbytes(self.heads, tokens, self.key_dim, self.dtype) + self.values.stored_nbytes(
+            self.heads, tokens, self.value_dim, self.dtype
+        )
 
 
 @dataclass(eq=False, repr=False)

@@ -58,9 +58,7 @@ class Codec:
         if self.axis not in AXES:
             raise QkvError(f"a cache codec goes per channel or per token, not per {self.axis!r}")
         size = self.group_size
-        if size is not None and (
-            isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= 4096
-        ):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= 4096):
             raise QkvError(f"group size {size!r} of a cache codec is not a whole number from 1 to 4096")
 
     @classmethod
@@ -126,9 +124,7 @@ class Codec:
 
     def stored_nbytes(self, heads: int, tokens: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes of one block, scales and zero points counted."""
-        return sum(
-            prod(shape) * d.itemsize for shape, d in self.layout(heads, tokens, head_dim, dtype).values()
-        )
+        return sum(prod(shape) * d.itemsize for shape, d in self.layout(heads, tokens, head_dim, dtype).values())
 
     def encode(self, x: Tensor) -> dict[str, Tensor]:
         """Store blocks ``[blocks, heads, tokens, head_dim]`` of any float dtype; a group that holds a NaN or
@@ -182,9 +178,7 @@ class Codec:
         return pack_nibbles(codes) if self.bits == 4 else pack_crumbs(codes)
 
     def _unpack(self, packed: Tensor) -> Tensor:
-        return (
-            packed if self.bits == 8 else unpack_nibbles(packed) if self.bits == 4 else unpack_crumbs(packed)
-        )
+        return packed if self.bits == 8 else unpack_nibbles(packed) if self.bits == 4 else unpack_crumbs(packed)
 
 
 def _cover(least: Tensor) -> Tensor:
@@ -230,9 +224,7 @@ def _option(option: str, text: str) -> dict[str, Any]:
         return {"rotate": option == "rotate"}
     if option.startswith("g") and option[1:].isdecimal():
         return {"group_size": int(option[1:])}
-    raise QkvError(
-        f"unknown option {option!r} in cache codec {text!r}; options: channel, token, gN, rotate, plain"
-    )
+    raise QkvError(f"unknown option {option!r} in cache codec {text!r}; options: channel, token, gN, rotate, plain")
 
 
 CODECS: Final[dict[str, Codec]] = {name: Codec(name) for name in BITS}

@@ -108,9 +108,7 @@ class CacheLayer:
         """Bytes of every storage this layer keeps alive: shared blocks once, statistics counted."""
         blocks = {id(block): block for row in self.rows for block in row}
         total = sum(block.nbytes for block in blocks.values())
-        statistics = [
-            t for row in self.rows for t in (row.mass, row.focus, row.summary_weights) if t is not None
-        ]
+        statistics = [t for row in self.rows for t in (row.mass, row.focus, row.summary_weights) if t is not None]
         total += sum(t.untyped_storage().nbytes() for t in statistics)
         return total + self.observations.nbytes + (self.tail.nbytes if self.tail is not None else 0)
 
@@ -346,9 +344,7 @@ class CacheLayer:
                 f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are not [batch, heads, tokens, …]"
             )
         if self.rows and keys.shape[0] != self.batch:
-            raise QkvError(
-                f"{keys.shape[0]} rows appended to a cache of {self.batch}; reorder it first, or reset it"
-            )
+            raise QkvError(f"{keys.shape[0]} rows appended to a cache of {self.batch}; reorder it first, or reset it")
         if self.store is None:
             return
         layout = self.store.layout

@@ -36,15 +36,11 @@ class Observations:
     @property
     def nbytes(self) -> int:
         """Bytes held, pending sights included."""
-        pending = [
-            t for row in self._pending for s in row for t in (s.mass, s.focus, s.queries) if t is not None
-        ]
+        pending = [t for row in self._pending for s in row for t in (s.mass, s.focus, s.queries) if t is not None]
         kept = [t for t in self._recent if t is not None]
         return sum(t.untyped_storage().nbytes() for t in (*pending, *kept))
 
-    def add(
-        self, row: int, batch: int, mass: Tensor | None, focus: Tensor | None, queries: Tensor | None
-    ) -> None:
+    def add(self, row: int, batch: int, mass: Tensor | None, focus: Tensor | None, queries: Tensor | None) -> None:
         """Note what one row's open queries saw."""
         if len(self._pending) != batch:
             self._pending = [[] for _ in range(batch)]

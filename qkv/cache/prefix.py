@@ -266,9 +266,7 @@ def _tokens(ids: Any) -> Tokens:
     """Tokens as whole numbers of full width; one prompt only."""
     if isinstance(ids, torch.Tensor):
         if ids.dim() > 2 or (ids.dim() == 2 and ids.shape[0] != 1):
-            raise QkvError(
-                f"prefixes are looked up one prompt at a time; got ids of shape {tuple(ids.shape)}"
-            )
+            raise QkvError(f"prefixes are looked up one prompt at a time; got ids of shape {tuple(ids.shape)}")
         ids = ids.flatten().tolist()
     if not isinstance(ids, Sequence):
         raise QkvError(f"ids are a list or tensor of tokens; got {type(ids).__name__}")

@@ -68,9 +68,7 @@ def report_layers(layers: Sequence[CacheLayer], stock: Sequence[tuple[str, int]]
     groups: dict[str, list[CacheLayer]] = {}
     for layer in layers:
         settings = layer.settings
-        groups.setdefault(
-            f"{settings.keys} / {settings.values}, {type(settings.retain).__name__}", []
-        ).append(layer)
+        groups.setdefault(f"{settings.keys} / {settings.values}, {type(settings.retain).__name__}", []).append(layer)
     rows = [_row(name, group) for name, group in groups.items()]
     for name in dict.fromkeys(name for name, _ in stock):
         sizes = [nbytes for other, nbytes in stock if other == name]

@@ -39,9 +39,7 @@ def _check_crop(layer: CacheLayer, target: int) -> None:
     for row in layer.rows:
         length = max(0, target - row.start)
         reach = layer.settings.retain.reach
-        lost = row.dropped > (
-            length - reach + 1 if reach is not None else 0 if length < row.sealed else length
-        )
+        lost = row.dropped > (length - reach + 1 if reach is not None else 0 if length < row.sealed else length)
         if length and lost:
             raise QkvError(
                 f"cannot crop to {length} tokens: tokens up to {row.dropped} were evicted; "

@@ -91,9 +91,7 @@ def _load_blocks(store: BlockStore, tensors: dict[str, Tensor], starts: list[int
     for name, (shape, dtype) in store.layout.tensors().items():
         found = tensors.get(f"blocks.{name}")
         if found is None or found.dtype != dtype or tuple(found.shape) != (len(starts), *shape):
-            raise QkvError(
-                f"saved blocks do not fit the settings: {name} should be {dtype} {(len(starts), *shape)}"
-            )
+            raise QkvError(f"saved blocks do not fit the settings: {name} should be {dtype} {(len(starts), *shape)}")
         encoded[name] = found
     return store.put_encoded(encoded, starts)
 

@@ -103,11 +103,7 @@ def find_runs(blocks: list[Block]) -> list[Run]:
     runs: list[Run] = []
     first = 0
     for i in range(1, len(blocks) + 1):
-        if (
-            i < len(blocks)
-            and blocks[i].slab is blocks[i - 1].slab
-            and blocks[i].slot == blocks[i - 1].slot + 1
-        ):
+        if i < len(blocks) and blocks[i].slab is blocks[i - 1].slab and blocks[i].slot == blocks[i - 1].slot + 1:
             continue
         slots = slice(blocks[first].slot, blocks[i - 1].slot + 1)
         tensors = {name: t[slots] for name, t in blocks[first].slab.tensors.items()}
@@ -168,9 +164,7 @@ def _dense_row(layer: CacheLayer, index: int) -> tuple[Tensor, Tensor]:
         keys.append(turned)
         values.append(view.anchors[1])
     for run in view.runs:
-        run_keys, run_values = (
-            t.transpose(0, 1).flatten(1, 2) for t in decode_slots(run.layout, run.tensors)
-        )
+        run_keys, run_values = (t.transpose(0, 1).flatten(1, 2) for t in decode_slots(run.layout, run.tensors))
         shown = _shown(run, max(low, view.hidden))
         keys.append(run_keys if shown is None else run_keys[:, shown])
         values.append(run_values if shown is None else run_values[:, shown])

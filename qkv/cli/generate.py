@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from qkv.cli.options import positive
+from qkv.cli.options import add_cache_options, cache_options, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="(default 1.0)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
+    add_cache_options(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -32,4 +33,5 @@ def run(options: argparse.Namespace) -> None:
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
+        cache=cache_options(options),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +40,23 @@ def add_format_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FORMAT",
         help="another format for some modules, or keep",
     )
+
+
+def add_cache_options(parser: argparse.ArgumentParser) -> None:
+    """How keys and values are stored, and which stay."""
+    group = parser.add_argument_group("KV cache (default: exact, everything kept)")
+    group.add_argument("--kv", metavar="CODEC", help="keys and values: exact, int8, int4, int2, nf4")
+    group.add_argument("--keys", metavar="CODEC", help="keys alone")
+    group.add_argument("--values", metavar="CODEC", help="values alone")
+    group.add_argument("--window", type=positive, metavar="N", help="keep the last N tokens and the sinks")
+    group.add_argument("--sinks", type=int, default=4, metavar="N", help="first tokens that always stay (default 4)")
+    group.add_argument("--summary", type=int, default=0, metavar="N", help="squeeze what the window left into N")
+    group.add_argument("--budget", metavar="SIZE", help="evict by importance: 512MB, a number of tokens, or 0.5")
+
+
+def cache_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of :func:`add_cache_options`, for ``cache_settings``."""
+    return {name: getattr(options, name) for name in ("kv", "keys", "values", "window", "sinks", "summary", "budget")}
 
 
 def overrides(options: argparse.Namespace) -> dict[str, str]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from qkv.cli.options import positive
+from qkv.cli.options import add_cache_options, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``qkv perplexity``."""
     parser.add_argument("model", metavar="DIR", help="model directory, quantized or not")
     parser.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text")
-    parser.add_argument("--window", type=positive, default=512, metavar="N", help="tokens a window (default 512)")
+    parser.add_argument("--length", type=positive, default=512, metavar="N", help="tokens of a window (default 512)")
     parser.add_argument("--windows", type=positive, metavar="N", help="only the first N windows (default all)")
+    add_cache_options(parser)
     parser.add_argument("--dtype", default="auto", help="to compute in: float32, bfloat16 (default: the model's)")
 
 
@@ -24,5 +25,12 @@ def run(options: argparse.Namespace) -> None:
 
     text = read_text(options.text)
     model = load(options.model, dtype=options.dtype)
-    result = perplexity(model, load_tokenizer(options.model), text, window=options.window, num_windows=options.windows)
+    result = perplexity(
+        model,
+        load_tokenizer(options.model),
+        text,
+        window=options.length,
+        num_windows=options.windows,
+        cache=cache_settings(**cache_options(options)),
+    )
     print(result)

@@ -88,8 +88,7 @@ def stock_layers(config: Any) -> list[Any]:
 
 
 _INTERLEAVED = frozenset(
-    "codegen cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe glm glm4 gptj helium "
-    "llama4_text".split()
+    "codegen cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe glm glm4 gptj helium llama4_text".split()
 )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from qkv.errors import QkvError
+from qkv.integration.compat import cache_argument
+from qkv.integration.hf_cache_options import cache_from_options
 
 
 def generate_text(
@@ -20,8 +23,14 @@ def generate_text(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    cache: Mapping[str, Any] | None = None,
 ) -> None:
     """Continue ``prompt`` on standard output, and say on standard error how fast it went.
+
+    Args:
+        model, tokenizer: of transformers.
+        prompt: text, or a message with ``chat``.
+        cache: options of :func:`qkv.integration.hf_cache_options.cache_settings`; none for the model's own cache.
 
     Raises:
         QkvError: a temperature below 0, ``top_p`` outside (0, 1], a seed out of range, or no chat template.
@@ -34,6 +43,8 @@ def generate_text(
     if not 0 <= seed < 2**63:
         raise QkvError(f"seed {seed} is not a whole number from 0 to 2**63 - 1")
     inputs = encode_prompt(tokenizer, prompt, chat=chat)
+    held = cache_from_options(model.config, **(cache or {}))
+    extra = {} if held is None else {cache_argument(model): held.attach(model)}
     torch.manual_seed(seed)
     start = time.perf_counter()
     output = model.generate(
@@ -41,10 +52,14 @@ def generate_text(
         max_new_tokens=max_new_tokens,
         streamer=TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True),
         **sampling,
+        **extra,
     )
     seconds = time.perf_counter() - start
     count = output.shape[1] - inputs["input_ids"].shape[1]
     print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", file=sys.stderr)
+    if held is not None:
+        print(held.report(), file=sys.stderr)
+        held.detach()
 
 
 def sampling_options(temperature: float, top_p: float) -> dict[str, Any]:

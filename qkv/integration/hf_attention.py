@@ -110,9 +110,7 @@ class BlockHandle:
         """The layer, once."""
         layer, self._layer = self._layer, None
         if layer is None:
-            raise QkvError(
-                "this model reads one layer's keys twice (shared between layers); detach the cache"
-            )
+            raise QkvError("this model reads one layer's keys twice (shared between layers); detach the cache")
         return layer
 
     def __getattr__(self, name: str) -> Any:
@@ -157,9 +155,7 @@ def attention(
     if unknown or dropout:
         raise QkvError(f"our attention does not know {', '.join(unknown) or 'dropout'}; detach the cache")
     if not isinstance(attention_mask, LazyMask) or not (attention_mask.is_causal or layer.is_sliding):
-        raise QkvError(
-            "our attention masks causally and by padding; this call wants another pattern: detach the cache"
-        )
+        raise QkvError("our attention masks causally and by padding; this call wants another pattern: detach the cache")
     scale = scale if scale is not None else query.shape[-1] ** -0.5
     step = _Step(layer, query, attention_mask.padding, float(scale), softcap, sinks)
     output = _first_prefill(module, step) if step.is_first_prefill else step.run()
@@ -320,9 +316,7 @@ def _sdpa() -> Any:
 def _check_model(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None):
-        raise QkvError(
-            f"{config.model_type} expands latent keys between cache and attention; use the cache unattached"
-        )
+        raise QkvError(f"{config.model_type} expands latent keys between cache and attention; use the cache unattached")
     if getattr(config, "num_kv_shared_layers", None):
         raise QkvError(f"{config.model_type} shares keys between layers; use the cache unattached")
     if not getattr(model, "_supports_attention_backend", False):

@@ -125,18 +125,14 @@ class KVCache(Cache):  # type: ignore[misc]
 
     # --- transformers' interface -------------------------------------------------------------------------
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Add a step's tokens to a layer; returns what its attention reads.
 
         Raises:
             QkvError: where the model's one mask cannot be right for this layer.
         """
         if layer_idx >= len(self.layers):
-            raise QkvError(
-                f"layer {layer_idx} of a cache made for {len(self.layers)} layers: another model's config?"
-            )
+            raise QkvError(f"layer {layer_idx} of a cache made for {len(self.layers)} layers: another model's config?")
         layer = self.layers[layer_idx]
         if not isinstance(layer, KVLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -288,9 +284,7 @@ class KVCache(Cache):  # type: ignore[misc]
             )
 
     def __iter__(self) -> Iterator[Any]:
-        raise QkvError(
-            "a KVCache does not hold plain key and value tensors to iterate over; see .block_layers"
-        )
+        raise QkvError("a KVCache does not hold plain key and value tensors to iterate over; see .block_layers")
 
 
 def _make_layers(config: Any, settings: LayerSettings, shareable: bool) -> list[Any]:
@@ -315,11 +309,7 @@ def _make_layer(stock: Any, settings: LayerSettings, shareable: bool, only_slidi
 
 def _check_rotation(settings: LayerSettings) -> None:
     retain = settings.retain
-    if (
-        isinstance(retain, Window)
-        and retain.rerotate
-        and (settings.rotation is None or settings.rotation.refused)
-    ):
+    if isinstance(retain, Window) and retain.rerotate and (settings.rotation is None or settings.rotation.refused):
         why = "it has no rotary positions" if settings.rotation is None else settings.rotation.refused
         raise QkvError(f"Window(rerotate=True) cannot turn this model's keys: {why}; use rerotate=False")
 

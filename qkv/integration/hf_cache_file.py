@@ -64,9 +64,7 @@ def settings_to_json(settings: LayerSettings) -> dict[str, Any]:
     retain = settings.retain
     kind = next(name for name, known in RETENTIONS.items() if type(retain) is known)
     rotation = None if settings.rotation is None else asdict(settings.rotation)
-    plain = {
-        name: getattr(settings, name) for name in ("block_size", "residual", "byte_budget", "token_share")
-    }
+    plain = {name: getattr(settings, name) for name in ("block_size", "residual", "byte_budget", "token_share")}
     codecs = {"keys": str(settings.keys), "values": str(settings.values)}
     fields = asdict(retain)  # type: ignore[call-overload]
     return plain | codecs | {"retain": [kind, fields], "rotation": rotation}
@@ -84,9 +82,7 @@ def settings_from_json(saved: dict[str, Any]) -> LayerSettings:
         block_size=saved["block_size"],
         residual=saved["residual"],
         retain=retain,
-        rotation=None
-        if rotation is None
-        else Rotation(tuple(rotation["frequencies"]), *list(rotation.values())[1:]),
+        rotation=None if rotation is None else Rotation(tuple(rotation["frequencies"]), *list(rotation.values())[1:]),
         byte_budget=saved["byte_budget"],
         token_share=saved["token_share"],
     )

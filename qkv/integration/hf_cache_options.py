@@ -9,8 +9,7 @@ from qkv.errors import QkvError
 from qkv.integration.hf_cache import KVCache
 
 
-def cache_from_options(
-    config: Any,
+def cache_settings(
     *,
     kv: str | None = None,
     keys: str | None = None,
@@ -19,19 +18,16 @@ def cache_from_options(
     sinks: int = 4,
     summary: int = 0,
     budget: str | None = None,
-    **sizes: Any,
-) -> KVCache | None:
-    """The cache that these options ask for; None where none of them was given.
+) -> dict[str, Any]:
+    """Arguments of :class:`KVCache` for these options; empty where none of them was given.
 
     Args:
-        config: the model's configuration.
         kv: codec of keys and values; ``keys`` and ``values`` override it, each on its own side.
         window, sinks, summary: a :class:`Window`.
         budget: an :class:`Importance`; see :func:`read_budget`.
-        sizes: ``block_size``, ``residual`` and the other options of :class:`KVCache`.
 
     Raises:
-        QkvError: a window together with a budget, or options that do not exist.
+        QkvError: a window together with a budget, or values that do not exist.
     """
     if window is not None and budget is not None:
         raise QkvError("--window and --budget are two ways to decide what stays; give one of them")
@@ -41,9 +37,21 @@ def cache_from_options(
     elif budget is not None:
         retain = Importance(read_budget(budget), sinks=sinks)
     if kv is None and keys is None and values is None and retain is None:
-        return None
+        return {}
     side = kv or "exact"
-    return KVCache(config, keys=keys or side, values=values or side, retain=retain, **sizes)
+    return {"keys": keys or side, "values": values or side, "retain": retain}
+
+
+def cache_from_options(config: Any, *, sizes: dict[str, Any] | None = None, **options: Any) -> KVCache | None:
+    """The cache that the options of :func:`cache_settings` ask for; None where none of them was given.
+
+    Args:
+        config: the model's configuration.
+        sizes: ``block_size``, ``residual`` and the other arguments of :class:`KVCache`.
+        **options: those of :func:`cache_settings`.
+    """
+    settings = cache_settings(**options)
+    return KVCache(config, **settings, **(sizes or {})) if settings else None
 
 
 def read_budget(text: str) -> int | float | str:

@@ -51,9 +51,7 @@ class KVLayer(CacheLayerMixin):  # type: ignore[misc]
             self.core.commit()
         self.core.append(key_states, value_states, starts=starts)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append, and return keys and values ``[batch, heads, tokens, dim]`` of all that is visible.
 
         Raises:

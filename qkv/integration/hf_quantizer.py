@@ -6,7 +6,7 @@ its packed weights (three dimensions for a matrix) fit no layer.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class QkvHfQuantizer(HfQuantizer):  # type: ignore[misc]
     """Puts the drop-in modules into a model before its weights are loaded."""
 
     requires_calibration = False
-    serialized_names = {"weight": ["weight", *("weight" + suffix for suffix in SUFFIXES)]}
+    serialized_names: ClassVar = {"weight": ["weight", *("weight" + suffix for suffix in SUFFIXES)]}
     quantization_config: QkvConfig
     _prepared: nn.Module | None = None
 
@@ -141,9 +141,7 @@ class QkvHfQuantizer(HfQuantizer):  # type: ignore[misc]
         """None: every tensor loads by its name."""
         return []
 
-    def update_weight_conversions(
-        self, weight_conversions: list[Any], model: nn.Module | None = None
-    ) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module | None = None) -> list[Any]:
         """Let what fuses the experts' weights fuse their scales and zero points too, and split them on saving.
 
         Older versions of transformers do not pass the model; it is the one that was prepared just before.
@@ -260,8 +258,5 @@ def _companions(converter: Any, buffers: list[str]) -> list[Any]:
     tails = tuple(target.rsplit(".", 1)[-1] for target in targets)
     found = [s for s in ("_scale", "_zero") if any(b.endswith(tuple(t + s for t in tails)) for b in buffers)]
     return [
-        copy_converter(converter, [source + s for source in sources], [target + s for target in targets])
-        for s in found
+        copy_converter(converter, [source + s for source in sources], [target + s for target in targets]) for s in found
     ]
-
-

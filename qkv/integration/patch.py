@@ -105,9 +105,7 @@ def patched(model: Model, format: str | Format = "nf4", **options: Any) -> Itera
         format: see :meth:`Format.parse`.
         **options: those of :func:`quantize_`.
     """
-    before = {
-        module: (type(module), dict(module._parameters), dict(module._buffers)) for module in model.modules()
-    }
+    before = {module: (type(module), dict(module._parameters), dict(module._buffers)) for module in model.modules()}
     marks = take_marks(model)
     try:
         quantize_(model, format, **options)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from qkv.errors import QkvError
+from qkv.integration.compat import cache_argument
+from qkv.integration.hf_cache import KVCache
 from qkv.progress import Progress
+
+CHUNK = 64
+"""Tokens a step when a window is fed through a cache."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,15 @@ class Perplexity:
         )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def perplexity(
-    model: Any, tokenizer: Any, text: str, *, window: int = 512, num_windows: int | None = None
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    *,
+    window: int = 512,
+    num_windows: int | None = None,
+    cache: Mapping[str, Any] | None = None,
 ) -> Perplexity:
     """Perplexity of ``model`` on ``text``.
 
@@ -46,6 +58,8 @@ def perplexity(
         text: any text of two tokens or more.
         window: tokens a window.
         num_windows: how many windows from the start; all of them by default, a short last one included.
+        cache: arguments of a :class:`qkv.KVCache`; each window is then fed through one, 64 tokens at a time,
+            so that what it stores is what is read. None reads the window at once without a cache.
 
     Raises:
         QkvError: a text or window too short to predict anything.
@@ -59,14 +73,28 @@ def perplexity(
     total, count, start = 0.0, 0, time.perf_counter()
     with Progress("perplexity", len(windows)) as progress:
         for part in windows:
-            total += negative_log_likelihood(model, part.to(model.device))
+            total += negative_log_likelihood(model, part.to(model.device), cache)
             count += len(part) - 1
             progress.advance(f"{math.exp(total / count):.2f}")
     return Perplexity(math.exp(total / count), count, len(windows), window, time.perf_counter() - start)
 
 
-def negative_log_likelihood(model: Any, ids: torch.Tensor) -> float:
+def negative_log_likelihood(model: Any, ids: torch.Tensor, cache: Mapping[str, Any] | None = None) -> float:
     """Summed over the tokens of ``ids`` ``[tokens]`` after the first."""
-    logits = model(ids[None], use_cache=False).logits[0, :-1].float()
-    losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+    if not cache:
+        return _loss(model(ids[None], use_cache=False).logits[0, :-1], ids[1:])
+    held = KVCache(model.config, **cache).attach(model)
+    try:
+        total = 0.0
+        for start in range(0, len(ids) - 1, CHUNK):
+            chunk, targets = ids[start : start + CHUNK], ids[start + 1 : start + CHUNK + 1]
+            logits = model(chunk[None], **{cache_argument(model): held}).logits[0, : len(targets)]
+            total += _loss(logits, targets)
+        return total
+    finally:
+        held.detach()
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> float:
+    losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
     return float(losses.double().sum())

@@ -12,7 +12,7 @@ from qkv.errors import QkvError
 from qkv.integration.compat import conv1d_class
 from qkv.integration.settings import Settings
 from qkv.quantizers.embedding import QuantizedEmbedding, QuantizedScaledEmbedding
-from qkv.quantizers.experts import QuantizedExperts, experts_refuse, expert_parameters, parameter_format
+from qkv.quantizers.experts import QuantizedExperts, expert_parameters, experts_refuse, parameter_format
 from qkv.quantizers.format import Format
 from qkv.quantizers.holder import Holder, combine
 from qkv.quantizers.linear import QuantizedLinear
@@ -217,4 +217,3 @@ def _inside_opaque(model: nn.Module) -> dict[str, str]:
             prefix = f"{name}." if name else ""
             found |= {prefix + child: type(module).__name__ for child, _ in module.named_modules() if child}
     return found
-

@@ -13,12 +13,17 @@ from qkv.checkpoint.read import read_items
 from qkv.dtypes import dtype_named
 from qkv.integration.select import memory_key
 from qkv.memory.items import Footprint, Item, unquantized
-from qkv.memory.kv import kv_nbytes
+from qkv.memory.kv import kv_footprint
 from qkv.quantizers.holder import Holder
 
 
 def footprint(
-    model: nn.Module | str | Path, *, context: int | None = None, batch: int = 1, kv_dtype: str | None = None
+    model: nn.Module | str | Path,
+    *,
+    context: int | None = None,
+    batch: int = 1,
+    kv_dtype: str | None = None,
+    **cache: Any,
 ) -> Footprint:
     """What a model takes in memory.
 
@@ -27,7 +32,8 @@ def footprint(
             path of a checkpoint (its headers are read, no weight is).
         context: tokens for which to add the key-value cache; None leaves it out.
         batch: sequences of that many tokens.
-        kv_dtype: dtype of the cache, ``"bfloat16"`` say; that of the model by default.
+        kv_dtype: dtype of exact keys and values, ``"bfloat16"`` say; that of the model by default.
+        **cache: ``keys``, ``values`` and ``retain`` of a :class:`qkv.KVCache`; without them, transformers' own.
 
     Raises:
         CheckpointError: a directory that is damaged, unsafe, or quantized by something else.
@@ -43,8 +49,8 @@ def footprint(
         others = {}
     kv: dict[str, Any] = {}
     if context is not None:
-        itemsize = dtype_named(kv_dtype).itemsize if kv_dtype else dtype.itemsize
-        kv["kv_nbytes"], kv["kv_note"] = kv_nbytes(config, context, batch, itemsize)
+        kv_type = dtype_named(kv_dtype) if kv_dtype else dtype
+        kv["kv_nbytes"], kv["kv_note"] = kv_footprint(config, context, batch, kv_type, cache)
     return Footprint.of(items, unquantized(items), **others, **kv)
 
 

@@ -5,30 +5,48 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from qkv.cache.plan import LayerShape, kv_nbytes
+
 ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 STATEFUL_WORDS = ("mamba", "rwkv", "ssm", "recurrent", "retnet", "linear_attn", "xlstm")
 
 
-def kv_nbytes(config: Any, context: int, batch: int, itemsize: int) -> tuple[int | None, str]:
-    """Bytes that transformers' ``DynamicCache`` holds after ``context`` tokens, and a note on the figure.
+def kv_footprint(
+    config: Any, context: int, batch: int, dtype: torch.dtype, settings: Mapping[str, Any]
+) -> tuple[int | None, str]:
+    """Bytes that a cache holds after ``context`` tokens, and a note on the figure.
 
     Args:
         config: ``config.json`` as a mapping; nested ``text_config`` is looked into.
         context: tokens of each sequence.
         batch: sequences.
-        itemsize: bytes of one key or value number.
+        dtype: of keys and values that are stored exactly.
+        settings: ``keys``, ``values`` and ``retain`` of a :class:`qkv.KVCache`; empty for transformers' own.
     """
+    shapes = layer_shapes(config)
+    if isinstance(shapes, str):
+        return None, f"KV cache: not known for this model ({shapes})"
+    nbytes = kv_nbytes(shapes, context, batch, dtype=dtype, **settings)
+    retain = settings.get("retain")
+    parts = [f"KV cache of {batch} x {context:,} tokens", f"keys {settings.get('keys', 'exact')}"]
+    parts += [f"values {settings.get('values', 'exact')}", f"exact ones {str(dtype).removeprefix('torch.')}"]
+    return nbytes, ", ".join(parts + ([f"kept by {retain}"] if retain else []))
+
+
+def layer_shapes(config: Any) -> list[LayerShape] | str:
+    """What each layer that keeps keys and values of its own caches a token; or why that is not known."""
     if not isinstance(config, Mapping):
-        return None, "KV cache: unknown, the model has no config"
+        return "it has no config"
     nested = config.get("text_config")
     config = nested if isinstance(nested, Mapping) else config
     reason = _not_understood(config)
     if reason:
-        return None, f"KV cache: not known for this model ({reason})"
+        return reason
     config = _with_layer_types(config)
-    per_token = _numbers_per_token(config) * itemsize * batch
-    tokens = sum(_tokens_held(config, kind, context) for kind in _layers(config))
-    return per_token * tokens, f"KV cache of {batch} x {context:,} tokens, {8 * itemsize} bits a number"
+    heads, key_dim, value_dim = _heads_and_widths(config)
+    return [LayerShape(heads, key_dim, value_dim, _window(config, kind)) for kind in _layers(config)]
 
 
 def _first(config: Mapping[str, Any], *names: str) -> Any:
@@ -73,20 +91,19 @@ def _layers(config: Mapping[str, Any]) -> list[str]:
     return kinds[: len(kinds) - shared]
 
 
-def _tokens_held(config: Mapping[str, Any], kind: str, context: int) -> int:
-    """Tokens a layer keeps; a sliding one keeps the window less the token that comes next."""
-    window = _first(config, "sliding_window") if kind == "sliding_attention" else None
-    if kind == "chunked_attention":
-        window = _first(config, "attention_chunk_size")
-    return min(context, int(window) - 1) if window else context
+def _window(config: Mapping[str, Any], kind: str) -> int | None:
+    name = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
+    window = config.get(name) if name else None
+    return int(window) if window else None
 
 
-def _numbers_per_token(config: Mapping[str, Any]) -> int:
+def _heads_and_widths(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Key-value heads, and numbers of a key and of a value of one; latent attention caches one narrow head."""
     if config.get("kv_lora_rank"):
-        return int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)
+        return 1, int(config["kv_lora_rank"]), int(config.get("qk_rope_head_dim") or 0)
     heads = int(_first(config, "num_attention_heads", "n_head"))
     kv_heads = _first(config, "num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
     if kv_heads is None:
         kv_heads = 1 if config.get("multi_query") else heads
-    head_dim = _first(config, "head_dim") or int(_first(config, "hidden_size", "n_embd")) // heads
-    return 2 * int(kv_heads) * int(head_dim)
+    head_dim = int(_first(config, "head_dim") or int(_first(config, "hidden_size", "n_embd")) // heads)
+    return int(kv_heads), head_dim, head_dim

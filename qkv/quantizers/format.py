@@ -51,9 +51,7 @@ class Format:
         if isinstance(size, str) and size in ("row", "tensor"):
             return
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_GROUP_SIZE:
-            raise QkvError(
-                f"group size {size!r} is not a whole number from 1 to {MAX_GROUP_SIZE:,}, 'row' or 'tensor'"
-            )
+            raise QkvError(f"group size {size!r} is not a whole number from 1 to {MAX_GROUP_SIZE:,}, 'row' or 'tensor'")
 
     @property
     def bits(self) -> int:

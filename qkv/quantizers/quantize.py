@@ -17,8 +17,7 @@ from qkv.quantizers.packing import pack_nibbles
 from qkv.quantizers.tensor import QuantizedTensor
 
 SOURCE_DTYPES = tuple(
-    getattr(torch, name)
-    for name in ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+    getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 )
 """Dtypes that can be quantized; each gives what its float32 value gives."""
 
@@ -165,9 +164,7 @@ def _assemble(
     else:
         parts["_scale"] = scale
     shaped = {
-        suffix: tensor.reshape(layout[suffix][0]).contiguous()
-        for suffix, tensor in parts.items()
-        if tensor is not None
+        suffix: tensor.reshape(layout[suffix][0]).contiguous() for suffix, tensor in parts.items() if tensor is not None
     }
     assert all(prod(layout[suffix][0]) == tensor.numel() for suffix, tensor in shaped.items())
     return QuantizedTensor(

@@ -111,9 +111,7 @@ class QuantizedTensor:
         if len(self.shape) < 3 or self.scale_absmax is not None or self.format.group_size == "tensor":
             raise QkvError(f"a {len(self.shape)}-D {self.format} tensor cannot be indexed without dequantizing it")
         zero = None if self.zero is None else self.zero[index]
-        return QuantizedTensor(
-            self.format, self.shape[1:], self.dtype, self.codes[index], self.scale[index], zero
-        )
+        return QuantizedTensor(self.format, self.shape[1:], self.dtype, self.codes[index], self.scale[index], zero)
 
     def __repr__(self) -> str:
         bits = 8 * self.nbytes / max(prod(self.shape), 1)

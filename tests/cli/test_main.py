@@ -63,7 +63,7 @@ def test_generate_and_perplexity(smollm2: Path, tmp_path: Path, capsys: pytest.C
     assert err.strip().startswith("4 tokens in ") and err.count("\n") == 1
     (tmp_path / "text").write_text("The quick brown fox jumps over the lazy dog. " * 3)
     status, out, err = run(
-        capsys, "perplexity", smollm2, "--text", tmp_path / "text", "--window", "16", "--windows", "2"
+        capsys, "perplexity", smollm2, "--text", tmp_path / "text", "--length", "16", "--windows", "2"
     )
     assert (status, err) == (0, "") and out.startswith("perplexity ") and "2 windows of 16 tokens" in out
 

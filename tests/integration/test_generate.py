@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from qkv.checkpoint.load import load, load_tokenizer
 from qkv.checkpoint.quantize import quantize_checkpoint
 from qkv.errors import QkvError
 from qkv.integration.generate import encode_prompt, generate_text, sampling_options
-from qkv.checkpoint.load import load, load_tokenizer
 from qkv.integration.patch import quantize_
 from qkv.memory.footprint import footprint
 from tests.helpers import assert_same_tensors, live_nbytes, tensor_nbytes_in

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from qkv.errors import QkvError
 from qkv.checkpoint.load import load, load_tokenizer
+from qkv.errors import QkvError
 from qkv.integration.patch import patched
 from qkv.integration.perplexity import perplexity
 from tests.helpers import tiny

@@ -73,9 +73,7 @@ class Importance(KeepAll):
         """Share of the budget of each layer; they sum to 1."""
         if not isinstance(self.layers, str):
             if len(self.layers) != num_layers or min(self.layers) <= 0:
-                raise QkvError(
-                    f"layers lists {len(self.layers)} shares for {num_layers} cached layers; all above 0"
-                )
+                raise QkvError(f"layers lists {len(self.layers)} shares for {num_layers} cached layers; all above 0")
             return [share / sum(self.layers) for share in self.layers]
         slope = self.layer if self.layers == "pyramid" and num_layers > 1 else 0.0
         return [(1 + slope - 2 * slope * i / max(num_layers - 1, 1)) / num_layers for i in range(num_layers)]

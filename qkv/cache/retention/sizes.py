@@ -36,6 +36,4 @@ def parse_budget(budget: int | float | str) -> tuple[Kind, float]:
         return "tokens", budget
     if isinstance(budget, float) and 0 < budget < 1:
         return "fraction", budget
-    raise QkvError(
-        f'a budget is a number of tokens, a fraction below 1, or bytes such as "512MB"; got {budget!r}'
-    )
+    raise QkvError(f'a budget is a number of tokens, a fraction below 1, or bytes such as "512MB"; got {budget!r}')

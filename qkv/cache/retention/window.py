@@ -49,9 +49,7 @@ class Window(KeepAll):
             ("summary", self.summary, 0),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise QkvError(
-                    f"a window's {name} is a whole number of tokens, at least {least}; got {value!r}"
-                )
+                raise QkvError(f"a window's {name} is a whole number of tokens, at least {least}; got {value!r}")
 
     @property
     def reach(self) -> int | None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv.quantizers.grouping import from_groups
 from qkv.quantizers.kernels.case import Case
 from qkv.quantizers.tensor import QuantizedTensor, decode_groups, decode_rows, saturating_cast
-
 
 SERVES = "every format, dtype, shape and device; the slowest"
 
