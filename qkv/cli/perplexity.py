@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from qkv.cli.options import add_cache_options, positive
+from qkv.cli.options import add_cache_options, cache_options, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +21,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure and print."""
     from qkv.checkpoint.load import load, load_tokenizer
     from qkv.cli.options import read_text
+    from qkv.integration.hf_cache_options import cache_settings
     from qkv.integration.perplexity import perplexity
 
     text = read_text(options.text)
