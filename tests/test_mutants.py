@@ -14,7 +14,7 @@ from qkv.integration.patch import quantize_
 from qkv.memory.items import Item
 from qkv.quantizers import double_quant, grouping, integer, nf4, packing, quantize, tensor
 from qkv.quantizers.format import Format
-from qkv.quantizers.kernels import choose, native_cpu, reference
+from qkv.quantizers.kernels import choose, native, native_cpu, reference
 from qkv.quantizers.linear import QuantizedLinear
 from tests.helpers import fails, prompt, tiny
 from tests.laws import (
@@ -251,7 +251,7 @@ def test_the_law_holds(law: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize(("mutate", "law"), MUTANTS, ids=lambda each: each.__name__)
 def test_the_law_finds_the_mutant(mutate: Callable[[Patch], None], law: Callable[[], None], monkeypatch: Patch) -> None:
-    for backend in (native_cpu,):
+    for backend in (native_cpu, native):
         if law not in (products,):  # so that a mutant of the plain code is not hidden by a faster path
             monkeypatch.setattr(backend, "unavailable", lambda: "switched off by the test")
     choose.choose.cache_clear()

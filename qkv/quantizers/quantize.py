@@ -13,6 +13,7 @@ from qkv.quantizers import integer, nf4
 from qkv.quantizers.double_quant import NestedScale, decode_scale, encode_scale
 from qkv.quantizers.format import Format
 from qkv.quantizers.grouping import row_chunks, to_groups
+from qkv.quantizers.kernels import native
 from qkv.quantizers.packing import pack_nibbles
 from qkv.quantizers.tensor import QuantizedTensor
 
@@ -49,10 +50,27 @@ def quantize_tensor(x: Tensor, format: str | Format = "nf4", *, name: str = "ten
     format = Format.parse(format)
     _check(x, name)
     rows = _rows(x)
+    found = _natively(rows, format)
+    if found is not None:
+        return _assemble(x, format, *found)
     ranges = _ranges(rows, format, name)
     scale, zero, nested = _scales(ranges, format)
     codes = _codes(rows, format, ranges, scale, zero)
     return _assemble(x, format, codes, nested or scale, zero)
+
+
+def _natively(rows: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """The same codes, scales and zero points in one pass of the native library.
+
+    None where the library does not serve the tensor, and where a value is not finite, which the slow way
+    then finds the place of.
+    """
+    if native.unavailable() is not None or rows.device.type != "cpu" or rows.dtype not in native.DTYPES:
+        return None
+    if format.double_quant or format.group_size == "tensor" or not rows.numel():
+        return None
+    length = format.group_length(rows.shape[1])
+    return native.quantize(rows.contiguous(), kind=format.name, group_size=length, symmetric=format.symmetric)
 
 
 def check_quantizable(x: Tensor, name: str) -> None:

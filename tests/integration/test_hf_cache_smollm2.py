@@ -109,26 +109,6 @@ def test_bytes_and_peak_at_8192_tokens(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_int8_tokens_equal_until_a_near_tie(model: Any, text: Tensor) -> None:
-    for start in (0, 500):
-        prompt = text[:, start : start + 150]
-        exact = model.generate(prompt, max_new_tokens=40, do_sample=False, use_cache=True)
-        for attached in (False, True):
-            cache = KVCache(model.config)
-            if attached:
-                cache.attach(model)
-            found = model.generate(
-                prompt, max_new_tokens=40, do_sample=False, **{cache_argument(model): cache}
-            )
-            cache.detach()
-            differ = (found != exact)[0].nonzero()
-            if len(differ):
-                at = int(differ[0])
-                best = model(exact[:, :at]).logits[0, -1].topk(2).values
-                assert float(best[0] - best[1]) < 0.25
-
-
-@torch.no_grad()
 def test_exact_generation_equals_dynamic_cache(model: Any, text: Tensor) -> None:
     prompt = text[:, :120]
     for mode in ({}, {"prefill_chunk_size": 64}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 6}):

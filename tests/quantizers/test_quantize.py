@@ -144,6 +144,21 @@ def test_strides_do_not_matter_and_the_input_is_left_alone(text: str) -> None:
         assert torch.equal(view, before)
 
 
+@pytest.mark.parametrize("text", MATRIX)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_pads_a_short_group_is_zeros(text: str, dtype: torch.dtype) -> None:
+    """Files are the same byte for byte each time, and a kernel may multiply a whole group."""
+    format = Format.parse(text)
+    if format.group_size in ("row", "tensor", 1):
+        return
+    size = int(format.group_size)
+    for shape in ((17, size + 3), (3, 2 * size - 1), (5, 3 * size + 1)):
+        x = sample("normal", shape, 4).to(dtype)
+        whole = torch.nn.functional.pad(x, (0, -shape[1] % size))
+        ragged, padded = quantize_tensor(x, text), quantize_tensor(whole, text)
+        assert torch.equal(ragged.codes, padded.codes) and torch.equal(ragged.scale, padded.scale)
+
+
 def test_a_zero_point_half_way_between_codes_is_stable() -> None:
     """Without the shrunk step of integer.py, -0.5 ... 254.5 would lose an end, and its codes change next time."""
     for text, top in (("int8:asym", 254.5), ("int4:asym", 14.5)):

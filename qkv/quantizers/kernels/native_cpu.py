@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias``; bfloat16 x multiplies in bfloat16, float32 and float16 x in float32."""
     columns = weight.shape[1]
     size = weight.format.group_length(columns)
-    if x.shape[0] > native.MAX_ROWS or size % 16:
+    if x.shape[0] > native.MAX_ROWS or (size % 16 and size < columns):
         return _by_panels(x, weight, bias)
     return native.linear(
         x.contiguous(),

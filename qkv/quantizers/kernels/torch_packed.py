@@ -27,7 +27,7 @@ def refuses(case: Case) -> str | None:
         return "needs bfloat16 input on the CPU"
     if not 1 <= case.rows <= MAX_ROWS:
         return f"serves 1 to {MAX_ROWS} rows"
-    if case.shape[-1] % 32:
+    if case.shape[-1] % 32 or not case.shape[-1]:
         return "reads past the end of rows that are no multiple of 32"
     format = case.format
     if format.name != "int8" or format.group_size != "row" or not format.symmetric or format.double_quant:

@@ -130,7 +130,7 @@ static void plan_groups(struct qkv_linear_job *job, int length)
         ptrdiff_t at = offset;
         int32_t index = 0;
         for (int lane = 0; lane < 16; ++lane, at += length / 16) {
-            if (at >= group) at -= group, ++index;
+            if (at >= group && job->w.groups > 1) at -= group, ++index; /* a single one may end within a lane */
             job->pattern[16 * c + lane] = index;
         }
         if (index >= job->needed) job->needed = index + 1;
