@@ -172,11 +172,6 @@ class BlockStore:
         keys, values = decode_slots(self.layout, block.tensors())
         return keys[0], values[0]
 
-    def to(self, device: torch.device | str) -> None:
-        """Move every block (offloading)."""
-        for slab in self._slabs:
-            slab.tensors = {name: t.to(device, non_blocking=True) for name, t in slab.tensors.items()}
-
     def _add(self, new: Slab) -> None:
         last = self._last
         if last is not None and self._fits(last, new):

@@ -272,14 +272,6 @@ class CacheLayer:
         """
         load_layer_state(self, tensors, metadata)
 
-    def to(self, device: torch.device | str) -> None:
-        """Move what this layer holds; stores move whole."""
-        for store in (self.store, self._exact):
-            if store is not None:
-                store.to(device)
-        if self.tail is not None:
-            self.tail.to(device)
-
     def __del__(self) -> None:
         if sys.is_finalizing():
             return

@@ -73,10 +73,6 @@ class Tail:
         rows = rows.to(self.keys.device)
         return Tail(self.keys.index_select(0, rows), self.values.index_select(0, rows))
 
-    def to(self, device: torch.device | str) -> None:
-        self.keys = self.keys.to(device, non_blocking=True)
-        self.values = self.values.to(device, non_blocking=True)
-
     def _slice(self, columns: slice) -> None:
         self.keys, self.values = _owned(self.keys[:, :, columns]), _owned(self.values[:, :, columns])
 

@@ -40,7 +40,6 @@ class KVCache(Cache):  # type: ignore[misc]
         block_size: tokens encoded, evicted and shared at once.
         residual: newest tokens that stay exact.
         shareable: use our layers for sliding windows too, so that a :class:`PrefixCache` can share them.
-        offloading: as in transformers: layers wait on the CPU (CUDA only).
 
     Raises:
         QkvError: a codec, size or budget that does not exist, or a model none of whose layers can be held.
@@ -60,7 +59,6 @@ class KVCache(Cache):  # type: ignore[misc]
         block_size: int = DEFAULT_BLOCK_SIZE,
         residual: int = DEFAULT_RESIDUAL,
         shareable: bool = False,
-        offloading: bool = False,
     ) -> None:
         decoder = config.get_text_config(decoder=True)
         angles = rotary_angles(decoder)
@@ -73,10 +71,10 @@ class KVCache(Cache):  # type: ignore[misc]
             rotation=None if angles is None else Rotation(*angles),
         )
         _check_rotation(settings)
-        self._begin(_make_layers(decoder, settings, shareable), settings, _model_key(decoder), offloading)
+        self._begin(_make_layers(decoder, settings, shareable), settings, _model_key(decoder))
 
-    def _begin(self, layers: list[Any], settings: LayerSettings, model_key: str, offloading: bool) -> None:
-        super().__init__(layers=layers, offloading=offloading)
+    def _begin(self, layers: list[Any], settings: LayerSettings, model_key: str) -> None:
+        super().__init__(layers=layers)
         self.settings, self.model_key = settings, model_key
         self._attachment: hf_attention.Attachment | None = None
         self._announced: dict[bool, tuple[int, int]] = {}
@@ -87,7 +85,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def from_layers(cls, layers: list[Any], settings: LayerSettings, model_key: str) -> KVCache:
         """A cache of layers that exist already (a saved one)."""
         cache = cls.__new__(cls)
-        cache._begin(layers, settings, model_key, offloading=False)
+        cache._begin(layers, settings, model_key)
         return cache
 
     # --- what is asked -----------------------------------------------------------------------------------

@@ -127,11 +127,11 @@ class KVLayer(CacheLayerMixin):  # type: ignore[misc]
         self.core.reorder(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
     def offload(self) -> None:
-        """Move everything held to the CPU."""
-        if self.is_initialized:
-            self.core.to("cpu")
+        """Refused: blocks may be shared with other caches, which still read them."""
+        raise QkvError(
+            "a KVCache is not offloaded to the CPU: its blocks may be shared; hold less (int4, Window, Importance) "
+            "or let transformers' DynamicCache(offloading=True) hold it exact"
+        )
 
     def prefetch(self) -> None:
-        """Move everything back."""
-        if self.is_initialized:
-            self.core.to(self.device)
+        """Nothing was offloaded."""

@@ -59,7 +59,7 @@ def quantize_tensor(x: Tensor, format: str | Format = "nf4", *, name: str = "ten
     return _assemble(x, format, codes, nested or scale, zero)
 
 
-def _natively(rows: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor | None] | None:
+def _natively(rows: Tensor, format: Format) -> tuple[Tensor, Tensor | NestedScale, Tensor | None] | None:
     """The same codes, scales and zero points in one pass of the native library.
 
     None where the library does not serve the tensor, and where a value is not finite, which the slow way
@@ -67,10 +67,20 @@ def _natively(rows: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor | No
     """
     if native.unavailable() is not None or rows.device.type != "cpu" or rows.dtype not in native.DTYPES:
         return None
-    if format.double_quant or format.group_size == "tensor" or not rows.numel():
+    if format.group_size == "tensor" or not rows.numel() or (format.double_quant and not format.symmetric):
         return None
-    length = format.group_length(rows.shape[1])
-    return native.quantize(rows.contiguous(), kind=format.name, group_size=length, symmetric=format.symmetric)
+    rows, length = rows.contiguous(), format.group_length(rows.shape[1])
+    found = native.quantize(rows, kind=format.name, group_size=length, symmetric=format.symmetric)
+    if found is None or not format.double_quant:
+        return found
+    codes, scale, _ = found
+    nested = encode_scale(scale, never_below=format.name != "nf4")
+    if format.name != "nf4":  # integer codes are chosen for the scales as they will be read back
+        scale = decode_scale(nested, format.scale_limit)
+        again = native.quantize(rows, kind=format.name, group_size=length, scale=scale)
+        assert again is not None
+        codes = again[0]
+    return codes, nested, None
 
 
 def check_quantizable(x: Tensor, name: str) -> None:

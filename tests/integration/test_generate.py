@@ -22,9 +22,7 @@ def test_sampling_options_are_checked() -> None:
             sampling_options(temperature, top_p)
 
 
-def test_the_main_job_on_a_real_model(
-    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_main_job_on_a_real_model(smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Quantize a directory, load it, generate: the same as to patch the loaded model; the bytes add up."""
     report = quantize_checkpoint(smollm2, tmp_path / "nf4", "nf4", embeddings="int8")
     # facts/weights.md section 4: smollm2 116 MB in nf4, 88 MB with its embedding in int8
@@ -45,7 +43,13 @@ def test_the_main_job_on_a_real_model(
         live_nbytes(model),
     }
     assert len(counts) == 1 and footprint(model).num_parameters == 134_515_008
-    generate_text(load(tmp_path / "nf4"), load_tokenizer(tmp_path / "nf4"), "What is the capital of France?", chat=True, max_new_tokens=12)
+    generate_text(
+        load(tmp_path / "nf4"),
+        load_tokenizer(tmp_path / "nf4"),
+        "What is the capital of France?",
+        chat=True,
+        max_new_tokens=12,
+    )
     printed = capsys.readouterr()
     assert "Paris" in printed.out and printed.err.strip().endswith("tokens/s")
 

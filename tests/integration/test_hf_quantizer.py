@@ -69,9 +69,7 @@ def test_to_quantize_on_load_is_to_load_and_patch(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_saved_can_be_dequantized_for_other_tools(
-    family: str, checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_what_is_saved_can_be_dequantized_for_other_tools(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Names, shapes and dtypes of the float checkpoint, whichever way the quantized one was made."""
     source = checkpoint(family)
     model = patched_model(family, "int8", "int8")
@@ -159,7 +157,9 @@ def test_a_tied_table_is_one_storage_and_one_copy_on_disk(tmp_path: Path) -> Non
         for name in table.held_names():
             assert head._buffers[name].data_ptr() == table._buffers[name].data_ptr()
         again.to(torch.float64)
-        assert head.weight.data_ptr() == table.weight.data_ptr() and torch.allclose(logits(again).float(), logits(model), atol=1e-4)
+        assert head.weight.data_ptr() == table.weight.data_ptr() and torch.allclose(
+            logits(again).float(), logits(model), atol=1e-4
+        )
 
 
 LOAD = """
@@ -171,7 +171,9 @@ print("loaded", type(model).__name__)
 """
 
 
-@pytest.mark.parametrize(("family", "text"), [("llama", "int8"), ("gpt2", "nf4"), ("qwen3_moe", "int8"), ("gemma3", "int8")])
+@pytest.mark.parametrize(
+    ("family", "text"), [("llama", "int8"), ("gpt2", "nf4"), ("qwen3_moe", "int8"), ("gemma3", "int8")]
+)
 def test_without_this_library_a_load_fails_loudly(family: str, text: str, tmp_path: Path) -> None:
     """facts/weights.md 3c (4): renamed keys were filled with random weights, same shapes loaded as garbage."""
     patched_model(family, text, "int8").save_pretrained(tmp_path / "a")

@@ -72,10 +72,10 @@ def test_what_reads_its_weight_itself_is_kept_and_named() -> None:
     assert {"attention", "attention.out_proj", "layer.linear1", "conv", "recurrent", "bilinear", "variant", ""} <= names
     assert all(row.reason and row.nbytes for row in kept)
     matrices = sum(p.nbytes for p in model.parameters() if p.dim() > 1)
-    vectors = sum(
-        p.nbytes for m in model.modules() for p in m._parameters.values() if p is not None and p.dim() == 1
+    vectors = sum(p.nbytes for m in model.modules() for p in m._parameters.values() if p is not None and p.dim() == 1)
+    total = sum(row.nbytes for row in kept) + sum(
+        p.nbytes for t in targets for p in t.module.parameters() if p.dim() > 1
     )
-    total = sum(row.nbytes for row in kept) + sum(p.nbytes for t in targets for p in t.module.parameters() if p.dim() > 1)
     assert matrices <= total <= matrices + vectors
     quantize_(model, "nf4")
     model.layer(torch.randn(3, 2, 16))

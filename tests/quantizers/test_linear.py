@@ -55,7 +55,7 @@ def test_is_a_linear_with_a_quantized_weight(text: str) -> None:
 @pytest.mark.parametrize("text", ["int8", "nf4", "int4:asym:double"])
 @pytest.mark.parametrize("magnitude", [1.0, 1e-6])
 def test_casts_touch_neither_codes_nor_scales(text: str, magnitude: float) -> None:
-    """transformers test_device_and_dtype_assignment, torchao#2571 (scales in the wrong precision), TransformerLens#1743."""
+    """HF test_device_and_dtype_assignment, torchao#2571 (scales in the wrong precision), TransformerLens#1743."""
     quantized = layer(text, magnitude=magnitude)
     held = set(quantized.held_names())
     before, x = frozen(quantized), torch.randn(4, 128)
@@ -70,7 +70,9 @@ def test_casts_touch_neither_codes_nor_scales(text: str, magnitude: float) -> No
         )
         assert other.bias.dtype == other.specs["weight"].dtype != torch.float32
         y = other(x.to(other.bias.dtype)).float()
-        assert torch.isfinite(y).all() and torch.allclose(y, want, rtol=5e-2, atol=5e-2 * float(want.detach().abs().max()))
+        assert torch.isfinite(y).all() and torch.allclose(
+            y, want, rtol=5e-2, atol=5e-2 * float(want.detach().abs().max())
+        )
         other.float()
         other.bias.data.copy_(quantized.bias.data)
         assert torch.equal(other(x), want)
@@ -119,7 +121,13 @@ def test_state_dict_round_trips_strictly(text: str, assign: bool) -> None:
 
 def test_a_state_dict_of_another_format_is_refused() -> None:
     """int4 and nf4 have the same shapes and dtypes."""
-    for theirs, ours in (("int4", "nf4"), ("nf4", "int4"), ("int8", "nf4"), ("int8:asym", "int8"), ("int8", "int8:row")):
+    for theirs, ours in (
+        ("int4", "nf4"),
+        ("nf4", "int4"),
+        ("int8", "nf4"),
+        ("int8:asym", "int8"),
+        ("int8", "int8:row"),
+    ):
         with pytest.raises((RuntimeError, QkvError)):
             layer(ours).load_state_dict(layer(theirs).state_dict(), strict=True)
 

@@ -48,7 +48,9 @@ def test_one_expert_of_a_stack_shares_its_storage() -> None:
             assert torch.equal(one.dequantize(), quantize_tensor(x[index], text).dequantize())
 
 
-@pytest.mark.parametrize(("text", "shape"), [("int8", (4, 64)), ("int8:double", (2, 4, 64)), ("nf4:tensor", (2, 4, 64))])
+@pytest.mark.parametrize(
+    ("text", "shape"), [("int8", (4, 64)), ("int8:double", (2, 4, 64)), ("nf4:tensor", (2, 4, 64))]
+)
 def test_what_reaches_across_a_stack_cannot_be_indexed(text: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(QkvError, match="cannot be indexed"):
         quantize_tensor(torch.ones(shape), text)[0]
@@ -62,4 +64,6 @@ def test_a_narrow_dtype_saturates(dtype: torch.dtype) -> None:
 
 
 def test_repr_tells_the_bits() -> None:
-    assert repr(quantize_tensor(torch.zeros(64, 64), "nf4")).endswith("shape=[64, 64], torch.float32, 4.5 bits a weight)")
+    assert repr(quantize_tensor(torch.zeros(64, 64), "nf4")).endswith(
+        "shape=[64, 64], torch.float32, 4.5 bits a weight)"
+    )
