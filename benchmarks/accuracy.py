@@ -51,10 +51,12 @@ def main() -> None:
     text, tokenizer = Path(options.text).read_text(encoding="utf-8"), load_tokenizer(options.model)
     rows = []
 
-    def measure(name: str, model: Any, bits: float) -> None:
+    def measure(name: str, model: Any, bits: float | None) -> None:
         value = perplexity(model, tokenizer, text, window=512, num_windows=options.windows).value
         rows.append({"weights": name, "bits_per_weight": bits, "perplexity": value})
-        print(f"{name:28} {bits:6.2f} bits a weight   perplexity {value:.3f}", flush=True)
+        print(
+            f"{name:28} {'' if bits is None else f'{bits:.2f}':>6} bits a weight   perplexity {value:.3f}", flush=True
+        )
 
     # weights are rounded in bfloat16, as they are stored, and computed with in float32
     def fresh() -> Any:
@@ -65,7 +67,7 @@ def main() -> None:
         model = fresh()
         bitsandbytes_weights_(model, double)
         name = "bitsandbytes nf4" + (" double" if double else "")
-        measure(name, model.float(), float("nan"))
+        measure(name, model.float(), None)
     for name, format, settings in ROWS:
         model = fresh()
         qkv.quantize_(model, format, **settings)
