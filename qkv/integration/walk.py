@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.errors import QkvError
 from qkv.integration.draft import Draft
 from qkv.integration.sampling import CHOICE, DRAFT, choose, reject_or_keep
 
@@ -92,16 +91,18 @@ class Row:
         self.ids.append(token)
         self.is_finished = len(self.ids) >= self.max_length or token in self.eos or self._is_stopped()
 
-    def choice(self, logits: Tensor, draft: Draft, depth: int) -> Tensor:
-        """The rule's token after ``depth`` tokens of the draft, int64 ``[]``."""
-        scores = self.scores(logits[depth], draft.tokens[:depth])
-        position = len(self.ids) - self._emitted_of(depth) + depth
-        if self.seed is not None and draft.log_q is not None and depth < len(draft):
-            return reject_or_keep(scores, draft.tokens[depth], draft.log_q[depth], self.seed, position)
-        return choose(scores, self.seed, position, CHOICE)
+    def choice(self, logits: Tensor, draft: Draft, path: Sequence[int], child: int | None) -> Tensor:
+        """The rule's token after the drafted tokens at indices ``path``, int64 ``[]``; emits nothing.
 
-    def _emitted_of(self, depth: int) -> int:
-        return 0
+        Args:
+            logits: ``[vocabulary]`` of the target, after the path.
+            child: index of the token drafted next, for the rejection rule.
+        """
+        scores = self.scores(logits, draft.tokens[list(path)])
+        position = len(self.ids) + len(path)
+        if self.seed is not None and draft.log_q is not None and child is not None:
+            return reject_or_keep(scores, draft.tokens[child], draft.log_q[child], self.seed, position)
+        return choose(scores, self.seed, position, CHOICE)
 
     def _prefix(self, drafted: Sequence[Tensor] | Tensor) -> Tensor:
         length = len(self.ids)
@@ -120,3 +121,63 @@ class Row:
             return False
         ids = torch.tensor([self.ids])
         return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria)
+
+
+def walk(rows: Sequence[Row], drafts: Sequence[Draft], logits: Tensor) -> list[list[int]]:
+    """Emit what the target says along each row's draft; a row stops where its draft was wrong, or where it ends.
+
+    Args:
+        logits: ``[rows, 1 + longest draft, vocabulary]``: after the last committed token, and after each drafted one.
+
+    Returns:
+        The tokens that each row emitted, at least one.
+    """
+    if logits.device.type == "cpu" or not all(draft.is_chain for draft in drafts):
+        paths = [_path_by_steps(row, draft, part) for row, draft, part in zip(rows, drafts, logits, strict=True)]
+    else:
+        paths = _paths_at_once(rows, drafts, logits)
+    return [_emit(row, path) for row, path in zip(rows, paths, strict=True)]
+
+
+def _emit(row: Row, path: list[int]) -> list[int]:
+    for count, token in enumerate(path, 1):
+        row.emit(token)
+        if row.is_finished:
+            return path[:count]
+    return path
+
+
+def _path_by_steps(row: Row, draft: Draft, logits: Tensor) -> list[int]:
+    """Choose, and go on while a child carries the token; positions beyond are never looked at."""
+    drafted: list[int] = draft.tokens.tolist()
+    nodes: list[int] = []
+    path: list[int] = []
+    node: int | None = -1
+    while node is not None:
+        children = draft.children(node)
+        child = children[0] if children else None
+        token = int(row.choice(logits[node + 1], draft, nodes, child))
+        path.append(token)
+        node = next((index for index in children if drafted[index] == token), None)
+        if node is not None:
+            nodes.append(node)
+    return path
+
+
+def _paths_at_once(rows: Sequence[Row], drafts: Sequence[Draft], logits: Tensor) -> list[list[int]]:
+    """The same for chains, with one wait for the device: every position is chosen, then all are read."""
+    chosen = [
+        row.choice(part[depth], draft, range(depth), depth if depth < len(draft) else None)
+        for row, draft, part in zip(rows, drafts, logits, strict=True)
+        for depth in range(len(draft) + 1)
+    ]
+    drafted = torch.cat([draft.tokens.to(logits.device) for draft in drafts])
+    read = torch.cat((torch.stack(chosen), drafted)).tolist()
+    choices, guesses = read[: len(chosen)], read[len(chosen) :]
+    paths, at, guess = [], 0, 0
+    for draft in drafts:
+        path = choices[at : at + len(draft) + 1]
+        right = [a == b for a, b in zip(path, guesses[guess : guess + len(draft)], strict=False)]
+        paths.append(path[: (right + [False]).index(False) + 1])
+        at, guess = at + len(draft) + 1, guess + len(draft)
+    return paths

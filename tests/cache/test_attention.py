@@ -34,14 +34,10 @@ def filled(settings: LayerSettings, dim: int, value_dim: int, length: int, queri
 def check(settings: LayerSettings, dim: int, length: int, queries: int, value_dim: int = 0) -> None:
     layer = filled(settings, dim, value_dim or dim, length, queries)
     asked = torch.randn(HEADS * GROUP, queries, dim)
-    found = attend(
-        asked, layer.attendable()[0], scale=dim**-0.5, block_size=settings.block_size, with_mass=True
-    )
+    found = attend(asked, layer.attendable()[0], scale=dim**-0.5, block_size=settings.block_size, with_mass=True)
     keys, values = layer.dense()
     mask = torch.ones(queries, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - queries)
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        asked[None], keys, values, attn_mask=mask, enable_gqa=True
-    )
+    exact = torch.nn.functional.scaled_dot_product_attention(asked[None], keys, values, attn_mask=mask, enable_gqa=True)
     assert torch.allclose(found.output, exact[0], atol=3e-5)
     assert found.mass is not None
     if layer.rows[0].sinks is None:
@@ -49,13 +45,9 @@ def check(settings: LayerSettings, dim: int, length: int, queries: int, value_di
 
 
 @pytest.mark.parametrize("keys", [f"{n}:{a}" for n, a in itertools.product(BITS, AXES)])
-@pytest.mark.parametrize(
-    "values", ["exact", "int8:token", "int4:channel", "int4:token", "int2:token", "nf4:token"]
-)
+@pytest.mark.parametrize("values", ["exact", "int8:token", "int4:channel", "int4:token", "int2:token", "nf4:token"])
 def test_every_pair_of_codecs(keys: str, values: str) -> None:
-    settings = LayerSettings(
-        Codec.parse(f"{keys}:g16"), Codec.parse(f"{values}:g16"), block_size=16, residual=5
-    )
+    settings = LayerSettings(Codec.parse(f"{keys}:g16"), Codec.parse(f"{values}:g16"), block_size=16, residual=5)
     for dim in (8, 33, 80):
         check(settings, dim, 60, 3)
 
@@ -156,9 +148,7 @@ def test_float64_stays_float64() -> None:
     layer.append(keys[:, :, :1], values[:, :, :1])
     asked = torch.randn(HEADS * GROUP, 1, 8, dtype=torch.float64)
     found = attend(asked, layer.attendable()[0], scale=1.0, block_size=4).output
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        asked[None], *layer.dense(), scale=1.0, enable_gqa=True
-    )
+    exact = torch.nn.functional.scaled_dot_product_attention(asked[None], *layer.dense(), scale=1.0, enable_gqa=True)
     assert torch.allclose(found, exact[0], atol=1e-14)
 
 

@@ -35,9 +35,7 @@ POLICIES: list[Retention] = [
 ]
 
 
-def make(
-    codec: str = "exact", retain: Retention | None = None, size: int = 4, residual: int = 3
-) -> CacheLayer:
+def make(codec: str = "exact", retain: Retention | None = None, size: int = 4, residual: int = 3) -> CacheLayer:
     codecs = (Codec.parse(codec, "channel"), Codec.parse(codec, "token"))
     return CacheLayer(LayerSettings(*codecs, block_size=size, residual=residual, retain=retain or KeepAll()))
 
@@ -121,9 +119,7 @@ def check_law_1_neighbours(seed: int, retain: Retention, codec: str) -> None:
             if own[0].shape[2]:
                 assert torch.allclose(step(layer, own)[0], together[index], atol=1e-5)
                 layer.commit()
-                assert layer.rows[0].held_tokens(layer.lengths[0]) == batch.rows[index].held_tokens(
-                    layer.lengths[0]
-                )
+                assert layer.rows[0].held_tokens(layer.lengths[0]) == batch.rows[index].held_tokens(layer.lengths[0])
         at += size
     for index, layer in enumerate(alone):
         mine, theirs = layer.rows[0], batch.rows[index]
@@ -159,9 +155,7 @@ def check_references(layers: list[CacheLayer]) -> None:
     for name in ("store", "_exact"):
         stores: set[BlockStore] = {getattr(v, name) for v in layers if getattr(v, name) is not None}
         for store in stores:
-            entries = [
-                block for layer in layers for row in layer.rows for block in row if block.store is store
-            ]
+            entries = [block for layer in layers for row in layer.rows for block in row if block.store is store]
             assert store.references == len(entries)
             assert store.num_blocks == len({id(block) for block in entries})
 
@@ -175,9 +169,7 @@ def check_interleavings(seed: int, codec: str = "exact", size: int = 4, residual
         index = rng.randrange(len(family))
         layer, keys, values = family[index]
         batch = keys.shape[0]
-        action = rng.choice(
-            ["append"] * 5 + ["crop", "reorder", "repeat", "select", "fork", "ragged", "drop"]
-        )
+        action = rng.choice(["append"] * 5 + ["crop", "reorder", "repeat", "select", "fork", "ragged", "drop"])
         if action in ("append", "ragged"):
             new = tokens(rng.choice([1, 2, size - 1 or 1, size, size + 1, 13]), batch, seed * 1000 + turn)
             layer.append(new[0], new[1])
@@ -232,9 +224,7 @@ def test_law_1_drafts(seed: int, retain: Retention, codec: str) -> None:
 
 
 @settings(max_examples=12, deadline=None)
-@given(
-    seed=st.integers(0, 10**6), retain=st.sampled_from(POLICIES[:5]), codec=st.sampled_from(["exact", "int8"])
-)
+@given(seed=st.integers(0, 10**6), retain=st.sampled_from(POLICIES[:5]), codec=st.sampled_from(["exact", "int8"]))
 def test_law_1_neighbours(seed: int, retain: Retention, codec: str) -> None:
     check_law_1_neighbours(seed, retain, codec)
 

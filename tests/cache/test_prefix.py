@@ -111,9 +111,7 @@ def test_min_match_and_nothing_known() -> None:
         shared.lookup(ids, cache)
 
 
-@pytest.mark.parametrize(
-    "retain", [Window(10, sinks=2), Importance(24, sinks=2)], ids=["window", "importance"]
-)
+@pytest.mark.parametrize("retain", [Window(10, sinks=2), Importance(24, sinks=2)], ids=["window", "importance"])
 def test_blocks_made_after_an_eviction_are_not_shared(retain: Retention) -> None:
     shared, ids = PrefixCache("1MB"), list(range(60))
     cache = Model(retain)

@@ -28,9 +28,7 @@ def test_importance_never_holds_more_than_its_tokens(chunk: int) -> None:
         run(layer, chunk, chunk)
         assert layer.num_held <= 24
         row = layer.rows[0]
-        held = {p for block in row.blocks for p in range(block.start, block.end)} | set(
-            range(row.sealed, len(layer))
-        )
+        held = {p for block in row.blocks for p in range(block.start, block.end)} | set(range(row.sealed, len(layer)))
         assert set(range(max(0, len(layer) - 8), len(layer))) <= held
     assert len(layer) == 100 // chunk * chunk
     assert layer.rows[0].sinks is not None and layer.rows[0].sinks.num_tokens == 4
@@ -106,9 +104,7 @@ def test_the_formula_is_what_is_held(tokens: int, retain: Retention, codecs: tup
         layer.append(torch.randn(2, 3, tokens, 64), torch.randn(2, 3, tokens, 64))
         layer.commit()
     shape = LayerShape(3, 64, 64)
-    formula = kv_nbytes(
-        [shape], tokens, 2, keys=codecs[0], values=codecs[1], dtype=torch.float32, retain=retain
-    )
+    formula = kv_nbytes([shape], tokens, 2, keys=codecs[0], values=codecs[1], dtype=torch.float32, retain=retain)
     if isinstance(retain, Importance):
         assert layer.nbytes <= formula
     else:
@@ -123,9 +119,7 @@ def test_4_bits_take_a_seventh_of_float32() -> None:
 
 
 def test_budgets_and_shares_are_read() -> None:
-    assert (
-        parse_bytes("512MB") == 512 * 10**6 and parse_bytes("2GiB") == 2**31 and parse_bytes("1.5 kB") == 1500
-    )
+    assert parse_bytes("512MB") == 512 * 10**6 and parse_bytes("2GiB") == 2**31 and parse_bytes("1.5 kB") == 1500
     assert parse_budget(64) == ("tokens", 64) and parse_budget(0.5) == ("fraction", 0.5)
     pyramid = Importance(100, layers="pyramid").shares(5)
     assert sum(pyramid) == pytest.approx(1) and pyramid == sorted(pyramid, reverse=True)

@@ -56,9 +56,7 @@ def test_has_the_permissions_of_any_new_folder(tmp_path: Path) -> None:
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError, KeyboardInterrupt, SystemExit, OSError(errno.ENOSPC, "full")]
-)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit, OSError(errno.ENOSPC, "full")])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_error_leaves_everything_as_it_was(tmp_path: Path, error: Any, overwrite: bool) -> None:
     if overwrite:
@@ -219,9 +217,7 @@ def fill(folder: Path, files: list[str]) -> None:
 def test_everything_but_weights_is_copied(tmp_path: Path) -> None:
     # SkyRL PR#2024: the copy brought the source's shards along and overwrote the converted ones.
     source, target = model(tmp_path / "src"), tmp_path / "out"
-    fill(
-        source, WEIGHTS + FILES + ["original/params.json", "original/consolidated.00.pth", "onnx/model.onnx"]
-    )
+    fill(source, WEIGHTS + FILES + ["original/params.json", "original/consolidated.00.pth", "onnx/model.onnx"])
     fill(source, [".gitattributes", ".git/config", ".cache/x", "__pycache__/a.pyc", "vocab.json"])
     target.mkdir()
     (target / "vocab.json").write_text("new")

@@ -102,9 +102,7 @@ MALFORMED: list[tuple[str, object, int, str]] = [
 @pytest.mark.parametrize(
     ("header", "num_data_bytes", "message"), [c[1:] for c in MALFORMED], ids=[c[0] for c in MALFORMED]
 )
-def test_malformed_is_refused_in_one_line(
-    tmp_path: Path, header: object, num_data_bytes: int, message: str
-) -> None:
+def test_malformed_is_refused_in_one_line(tmp_path: Path, header: object, num_data_bytes: int, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         read_header(put(tmp_path, header, num_data_bytes))
     text = str(caught.value)
@@ -189,21 +187,12 @@ def test_a_mutated_file_is_refused_or_valid_for_safetensors_too(tmp_path: Path, 
     for _ in range(data.draw(st.integers(1, 4))):
         position = data.draw(st.integers(0, len(content) - 1))
         length = data.draw(st.sampled_from([0, 1, 1, 2, 8]))
-        content[position : position + length] = data.draw(
-            st.binary(max_size=4) | st.sampled_from([b"0", b"9", b"-"])
-        )
+        content[position : position + length] = data.draw(st.binary(max_size=4) | st.sampled_from([b"0", b"9", b"-"]))
     if accepted(tmp_path / "f.safetensors", bytes(content)):
         deserialize(bytes(content))
 
 
-NUMBERS = (
-    st.integers(0, 16)
-    | st.integers(-4, 2**70)
-    | st.floats()
-    | st.booleans()
-    | st.none()
-    | st.text(max_size=3)
-)
+NUMBERS = st.integers(0, 16) | st.integers(-4, 2**70) | st.floats() | st.booleans() | st.none() | st.text(max_size=3)
 SIZES = st.lists(st.integers(0, 4), max_size=3) | st.lists(NUMBERS, max_size=3) | NUMBERS
 ENTRIES = st.fixed_dictionaries(
     {},
@@ -214,9 +203,7 @@ ENTRIES = st.fixed_dictionaries(
         "more": NUMBERS,
     },
 )
-HEADERS = st.dictionaries(
-    st.text(max_size=3) | st.just("__metadata__"), ENTRIES | NUMBERS | SIZES, max_size=4
-)
+HEADERS = st.dictionaries(st.text(max_size=3) | st.just("__metadata__"), ENTRIES | NUMBERS | SIZES, max_size=4)
 
 
 @MANY

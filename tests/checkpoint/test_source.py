@@ -209,9 +209,7 @@ def test_a_shard_cut_after_opening_is_noticed(tmp_path: Path) -> None:
         ["model.safetensors"],
     ],
 )
-def test_an_index_cannot_lead_out_of_the_folder(
-    tmp_path: Path, evil: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_cannot_lead_out_of_the_folder(tmp_path: Path, evil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sharded(tmp_path / "secret")
     save_file({"w0": torch.ones(2)}, tmp_path / "secret" / "model.safetensors")
     sharded(tmp_path / "src")

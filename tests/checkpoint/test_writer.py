@@ -205,9 +205,7 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path, room: int, monkeypatch: pyte
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_fills_at_the_very_end_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_at_the_very_end_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -300,18 +300,12 @@ def test_models_whose_every_layer_slides(attached: bool) -> None:
 def test_learned_positions(attached: bool) -> None:
     model, tokens = gpt2(), ids(50)
     expected = feed(model, tokens, DynamicCache(config=model.config), [20, 1, 29])
-    assert torch.allclose(
-        feed(model, tokens, made(model, attached, **EXACT), [20, 1, 29]), expected, atol=2e-4
-    )
+    assert torch.allclose(feed(model, tokens, made(model, attached, **EXACT), [20, 1, 29]), expected, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(9, 3, 8), (8, 1, 8), (4, 4, 8), (4, 2, 20), (2, 1, 256)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 8), (8, 1, 8), (4, 4, 8), (4, 2, 20), (2, 1, 256)])
 def test_head_shapes(heads: int, kv_heads: int, head_dim: int) -> None:
-    changes = dict(
-        hidden_size=heads * 8, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim
-    )
+    changes = dict(hidden_size=heads * 8, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
     model, tokens = llama(**changes), ids(60)
     exact = feed(model, tokens, DynamicCache(config=model.config), [40, 20])
     for attached in (False, True):
@@ -386,9 +380,7 @@ def test_importance_says_when_it_cannot_see() -> None:
         feed(model, ids(20), KVCache(model.config, retain=Importance(400)), [20])
 
 
-@pytest.mark.parametrize(
-    "retain", [None, Window(40, sinks=4), Window(40, sinks=4, summary=8), Importance(70)], ids=str
-)
+@pytest.mark.parametrize("retain", [None, Window(40, sinks=4), Window(40, sinks=4, summary=8), Importance(70)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_save_and_load_resume_to_the_bit(tmp_path: Path, name: str, retain: Any) -> None:
     model, more = MODELS[name](), ids(30, seed=9)

@@ -35,9 +35,7 @@ def text(smollm2: Path) -> Tensor:
     from pydoc_data import topics
 
     names = ("compound", "class", "types", "assignment", "typesmapping")
-    return torch.tensor(
-        [AutoTokenizer.from_pretrained(smollm2).encode("\n".join(topics.topics[n] for n in names))]
-    )
+    return torch.tensor([AutoTokenizer.from_pretrained(smollm2).encode("\n".join(topics.topics[n] for n in names))])
 
 
 @torch.no_grad()

@@ -1,0 +1,99 @@
+"""Prompt lookup: the text often repeats itself; go on as it went on before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qkv.errors import QkvError
+from qkv.integration.draft import Draft
+from qkv.integration.walk import Row
+
+
+class Index:
+    """The tokens of one row, and where each of them stands.
+
+    Args:
+        longest: tokens of a match that are compared at most.
+        candidates: newest places that are compared.
+    """
+
+    def __init__(self, longest: int, candidates: int) -> None:
+        self._longest, self._candidates = longest, candidates
+        self._ids: list[int] = []
+        self._places: dict[tuple[int, int], list[int]] = {}
+        self._single: dict[int, int] = {}
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Take in the tokens that are new."""
+        for token in ids[len(self._ids) :]:
+            at = len(self._ids)
+            if at >= 1:  # a place is indexed once a token follows it
+                self._single[self._ids[-1]] = at
+            if at >= 2:
+                self._places.setdefault((self._ids[-2], self._ids[-1]), []).append(at)
+            self._ids.append(token)
+
+    def match(self) -> tuple[int, int]:
+        """Where the text went on after the longest, then most recent match of its end; and the match's length."""
+        ids = self._ids
+        places = self._places.get((ids[-2], ids[-1]), []) if len(ids) > 1 else []
+        best, length = 0, 0
+        for at in reversed(places[-self._candidates :]):
+            found = self._common(at)
+            if found > length:
+                best, length = at, found
+            if length >= self._longest:
+                break
+        if length:
+            return best, length
+        at = self._single.get(ids[-1], 0) if ids else 0
+        return at, 1 if at else 0
+
+    def follow(self, at: int, num_tokens: int) -> list[int]:
+        """Tokens from ``at`` on; past the end of the text, as if it repeated itself."""
+        period = len(self._ids) - at
+        return [self._ids[at + step % period] for step in range(num_tokens)]
+
+    def _common(self, at: int) -> int:
+        ids, end, length = self._ids, len(self._ids), 2
+        while length < min(self._longest, at) and ids[at - 1 - length] == ids[end - 1 - length]:
+            length += 1
+        return length
+
+
+class Lookup:
+    """Draft from the prompt and the output so far (Saxena, "prompt lookup decoding", 2023), indexed.
+
+    Args:
+        shortest: tokens that must match for a draft.
+        longest: tokens of a match that are compared at most.
+        candidates: newest places that are compared.
+
+    Raises:
+        QkvError: lengths that are no lengths.
+    """
+
+    def __init__(self, shortest: int = 1, longest: int = 16, candidates: int = 32) -> None:
+        if not 1 <= shortest <= longest or candidates < 1:
+            raise QkvError(f"lookup of {shortest} to {longest} tokens among {candidates} places: give 1 <= shortest")
+        self.shortest, self.longest, self.candidates = shortest, longest, candidates
+        self._indices: list[Index] = []
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Index the prompts."""
+        self._indices = [Index(self.longest, self.candidates) for _ in rows]
+
+    def draft(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Draft]:
+        """What followed the longest match; its length, up to 8, is the draft's confidence."""
+        return [self._draft(*each) for each in zip(self._indices, rows, limits, strict=True)]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Drop the other indices."""
+        self._indices = [self._indices[row] for row in rows]
+
+    def _draft(self, index: Index, row: Row, limit: int) -> Draft:
+        index.extend(row.ids)
+        at, length = index.match()
+        if length < self.shortest or limit < 1:
+            return Draft.chain([])
+        return Draft.chain(index.follow(at, limit), confidence=min(length, 8))
