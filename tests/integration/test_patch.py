@@ -343,7 +343,8 @@ def test_the_float_weights_are_really_freed(family: str) -> None:
     report = quantize_(model, "nf4")
     gc.collect()
     assert live_nbytes(model) == before - report.before_nbytes + report.after_nbytes
-    live = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1]
+    real = (Tensor, nn.Parameter)  # a compiler's stand-ins have no storage to ask for
+    live = [t for t in gc.get_objects() if type(t) in real and t.is_floating_point() and t.dim() > 1]
     held = {t.untyped_storage().data_ptr() for t in live}
     kept = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
     del live
