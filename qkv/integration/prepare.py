@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StopStringCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
 
 from qkv.errors import QkvError, shown
 from qkv.integration.sampling import key_of
@@ -114,7 +114,7 @@ def seeds_of(seed: int | Sequence[int] | None, count: int) -> list[int]:
         seed = int(torch.randint(2**63 - 1, ()))
     seeds = [seed] * count if isinstance(seed, int) else [int(each) for each in seed]
     if len(seeds) != count or any(not 0 <= each < 2**63 for each in seeds):
-        raise QkvError(f"seed {shown(seed)} is not a whole number from 0 to 2**63 - 1, nor one for each of {count} rows")
+        raise QkvError(f"seed {shown(seed)} is no whole number from 0 to 2**63 - 1, nor one for each of {count} rows")
     return seeds
 
 

@@ -60,7 +60,7 @@ def choose(scores: Tensor, seed: int | None, position: int, stream: int = CHOICE
 
 
 def accept_probability(p: Tensor, q: Tensor) -> Tensor:
-    """Chance to accept each token drawn from ``q`` for a target ``p``, both ``[..., vocabulary]``: ``min(1, p / q)``."""
+    """Chance to accept each token drawn from ``q`` for a target ``p``: ``min(1, p / q)``, ``[..., vocabulary]``."""
     return torch.where(q > 0, p / q.clamp_min(torch.finfo(q.dtype).tiny), torch.ones_like(p)).clamp_max(1.0)
 
 

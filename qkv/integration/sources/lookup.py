@@ -84,7 +84,7 @@ class Lookup:
         self._indices = [Index(self.longest, self.candidates) for _ in rows]
 
     def draft(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Draft]:
-        """What followed the longest match; its length, up to 8, is the draft's confidence."""
+        """What followed the longest match; a longer one is told by a higher confidence."""
         return [self._draft(*each) for each in zip(self._indices, rows, limits, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:
@@ -96,4 +96,4 @@ class Lookup:
         at, length = index.match()
         if length < self.shortest or limit < 1:
             return Draft.chain([])
-        return Draft.chain(index.follow(at, limit), confidence=min(length, 8))
+        return Draft.chain(index.follow(at, limit), confidence=length.bit_length())

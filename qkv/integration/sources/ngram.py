@@ -89,7 +89,8 @@ class NGram:
         table = self._tables[number]
         _count(table, row.ids, self._counted[number], self.order)
         self._counted[number] = len(row.ids)
-        context, tokens, confidence = row.ids[-self.order :], [], 0
+        tokens: list[int] = []
+        context, confidence = row.ids[-self.order :], 0
         while len(tokens) < limit and (found := self.predict(context, table)) is not None:
             tokens.append(found[0])
             confidence = confidence or found[1]

@@ -1,0 +1,177 @@
+"""Sources, lengths and drafts by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qkv.errors import QkvError
+from qkv.integration.decoder import SpeculativeDecoder
+from qkv.integration.draft import Draft
+from qkv.integration.length import Adaptive, Fixed, Length, Outcome, make_length
+from qkv.integration.sources import Lookup, ModelSource, NGram, Source, make_source
+from qkv.integration.sources.model import check_vocabulary
+from qkv.integration.walk import Row
+from tests.helpers import prompt, tiny
+from tests.integration.decoder.cases import Adversary, Moody, continued, related, target
+
+
+def looked_up(ids: list[int], limit: int = 4, **options: int) -> list[int]:
+    source, rows = Lookup(**options), [Row(torch.tensor(ids))]
+    source.begin(rows)
+    found: list[int] = source.draft(rows, [limit])[0].tokens.tolist()
+    return found
+
+
+def test_a_draft_is_a_tree() -> None:
+    tree = Draft(torch.tensor([4, 5, 6, 7]), (-1, 0, 0, 2))
+    assert tree.children(-1) == (0,) and tree.children(0) == (1, 2) and tree.depths == (0, 1, 1, 2)
+    assert (
+        not tree.is_chain and tree.truncate(2).is_chain and Draft.chain([1, 2]).is_chain and len(Draft.chain([])) == 0
+    )
+    for parents in ((0, 1), (-1, 1), (-2, 0), (-1,)):
+        with pytest.raises(QkvError):
+            Draft(torch.tensor([1, 2]), parents)
+
+
+def test_lookup_takes_the_longest_then_the_most_recent_match() -> None:
+    assert looked_up([1, 2, 3, 9, 8, 2, 3, 7, 6, 1, 2, 3]) == [9, 8, 2, 3]
+    assert looked_up([2, 3, 9, 8, 2, 3, 7, 6, 2, 3]) == [7, 6, 2, 3]
+    assert looked_up([5, 6, 4, 5], 3) == [6, 4, 5]
+    assert looked_up([5, 6, 4, 5], 3, shortest=2) == [] and looked_up([1, 2, 3]) == [] and looked_up([1]) == []
+    assert looked_up([1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]  # goes on as if it repeated itself
+    assert looked_up([7, 7], 3) == [7, 7, 7]
+
+
+def test_lookup_index_grows_with_the_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    row = Row(torch.randint(4, (5,), generator=generator))
+    source = Lookup()
+    source.begin([row])
+    for _ in range(60):
+        assert source.draft([row], [6])[0].tokens.tolist() == looked_up(row.ids, 6)
+        for token in torch.randint(4, (3,), generator=generator).tolist():
+            row.emit(token)
+
+
+def test_ngram_backs_off_and_prefers_the_newest_of_equals(tmp_path: Path) -> None:
+    source = NGram(order=3).fit([[1, 2, 3, 4], [9, 2, 3, 5], [9, 2, 3, 5]])
+    assert source.predict([1, 2, 3]) == (4, 3)
+    assert source.predict([8, 2, 3]) == (5, 2)
+    assert source.predict([8, 8, 3]) == (5, 1)
+    assert source.predict([8]) is None
+    assert NGram(order=1).fit([[1, 2, 1, 3]]).predict([1]) == (3, 1)
+    source.save(tmp_path / "counts.json")
+    assert NGram.load(tmp_path / "counts.json").predict([8, 2, 3]) == (5, 2)
+    made = make_source(f"ngram:{tmp_path / 'counts.json'}", tiny("llama"))
+    assert isinstance(made, NGram) and made.predict([1, 2, 3]) == (4, 3)
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(QkvError, match="no saved n-grams"):
+        NGram.load(tmp_path / "other.json")
+
+
+def test_ngram_learns_from_its_own_row() -> None:
+    source, row = NGram(order=2), Row(torch.tensor([1, 2, 3, 1, 2]))
+    source.begin([row])
+    assert source.draft([row], [3])[0].tokens.tolist() == [3, 1, 2]
+    source.begin([row])
+    assert source.draft([row], [1])[0].tokens.tolist() == [3]
+
+
+def test_a_draft_directory_and_its_tokenizer(tmp_path: Path) -> None:
+    tiny("llama", num_hidden_layers=1).save_pretrained(tmp_path)
+    model = tiny("llama")
+    decoder = SpeculativeDecoder(model, source=f"model:{tmp_path}", length=3)
+    expected = model.generate(prompt(), max_new_tokens=8, do_sample=False)
+    assert torch.equal(decoder.generate(prompt(), max_new_tokens=8), expected)
+
+    class Vocabulary:
+        def __init__(self, *tokens: str) -> None:
+            self.tokens = tokens
+
+        def get_vocab(self) -> dict[str, int]:
+            return {token: number for number, token in enumerate(self.tokens)}
+
+    check_vocabulary(4, 3, Vocabulary("a", "b", "c", "pad"), Vocabulary("a", "b", "c"))
+    with pytest.raises(QkvError, match=r"differs .* in 2"):
+        check_vocabulary(3, 3, Vocabulary("b", "a", "c"), Vocabulary("a", "b", "c"))
+
+
+def test_a_quantized_target_drafts_for_itself() -> None:
+    from qkv.integration.patch import quantize_
+
+    model = tiny("llama")
+    quantize_(model, "int8")
+    expected = model.generate(prompt(), max_new_tokens=12, do_sample=False)
+    decoder = SpeculativeDecoder(model, source="self:nf4", length=3)
+    assert torch.equal(decoder.generate(prompt(), max_new_tokens=12), expected)
+    assert torch.equal(model.generate(prompt(), max_new_tokens=12, do_sample=False), expected)
+
+
+def test_accepted_tokens_are_never_computed_again() -> None:
+    """Of one row: tokens fed to target and draft, prompt and all."""
+    fed: dict[str, int] = {"target": 0, "draft": 0}
+    model, draft = tiny("llama"), tiny("llama")
+
+    def counter(name: str) -> object:
+        def count(module: object, args: tuple[torch.Tensor, ...], kwargs: object) -> None:
+            fed[name] += args[0].shape[1]
+
+        return count
+
+    for name, each in (("target", model), ("draft", draft)):
+        each.register_forward_pre_hook(counter(name), with_kwargs=True)
+    SpeculativeDecoder(model, source=draft, length=4).generate(prompt(9), max_new_tokens=25)
+    assert fed == {"target": 9 - 1 + 25, "draft": 9 - 1 + 25 - 1}
+
+
+def test_names_and_protocols() -> None:
+    assert isinstance(Lookup(), Source) and isinstance(Adversary(), Source) and isinstance(Moody(), Length)
+    assert make_source("none", None) is None and make_source(None, None) is None
+    assert make_length(3) == Fixed(3) and isinstance(make_length("adaptive"), Adaptive)
+    assert isinstance(make_source(related(), target()), ModelSource)
+
+
+def outcome(drafted: int, accepted: int, cost: float, confidence: int = 1) -> Outcome:
+    return Outcome((drafted,), (accepted,), (confidence,), drafted + 1, 1e-6 * drafted, cost)
+
+
+def test_adaptive_drafts_where_it_pays_and_stops_where_it_does_not() -> None:
+    policy = Adaptive()
+    assert policy.budget(30) == 0  # the cost of a plain step comes first
+    policy.update(outcome(0, 0, 1.0))
+    draft = Draft.chain([1] * 24, confidence=1)
+    for _ in range(30):
+        kept = policy.keep(draft)
+        policy.update(outcome(kept, kept, 1 + 0.02 * kept))
+    assert policy.keep(draft) == 24
+    probes = 0
+    for _ in range(400):
+        kept = policy.keep(draft)
+        probes += kept > 0
+        policy.update(outcome(kept, 0, 1.0 if kept == 0 else 1.6))
+    assert probes < 40
+    assert sum(policy.keep(draft) > 0 for _ in range(128)) == 2  # at most one in 64
+
+
+def test_adaptive_weighs_the_cost_of_drafting() -> None:
+    for cost, expected in ((0.1, True), (3.0, False)):
+        policy = Adaptive()
+        policy.update(Outcome((0,), (0,), (0,), 1, 0.0, 1.0))
+        asked = 0
+        for _ in range(60):
+            budget = policy.budget(8)
+            asked += budget
+            policy.update(Outcome((budget,), (min(budget, 3),), (0,), budget + 1, cost * budget, 1 + 0.05 * budget))
+        assert (asked > 120) is expected
+
+
+def test_a_tree_is_refused_not_cut() -> None:
+    class Tree(Adversary):
+        def draft(self, rows: object, limits: object) -> list[Draft]:
+            return [Draft(torch.tensor([1, 2]), (-1, -1))]
+
+    with pytest.raises(QkvError, match="chains"):
+        continued(SpeculativeDecoder(target(), source=Tree(), length=3), prompt(), max_new_tokens=4)
