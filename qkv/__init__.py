@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from qkv.checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
     from qkv.errors import CheckpointError as CheckpointError
     from qkv.errors import QkvError as QkvError
+    from qkv.integration.decoder import SpeculativeDecoder as SpeculativeDecoder
+    from qkv.integration.draft import Draft as Draft
     from qkv.integration.hf_cache import KVCache as KVCache
     from qkv.integration.hf_quantizer import QkvConfig as QkvConfig
+    from qkv.integration.length import Length as Length
     from qkv.integration.patch import dequantize_ as dequantize_
     from qkv.integration.patch import patched as patched
     from qkv.integration.patch import quantize_ as quantize_
     from qkv.integration.perplexity import perplexity as perplexity
+    from qkv.integration.sources import Source as Source
     from qkv.memory.footprint import footprint as footprint
     from qkv.memory.items import Footprint as Footprint
     from qkv.quantizers.format import FORMATS as FORMATS
@@ -39,17 +43,21 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointError": "qkv.errors",
+    "Draft": "qkv.integration.draft",
     "FORMATS": "qkv.quantizers.format",
     "Footprint": "qkv.memory.items",
     "Format": "qkv.quantizers.format",
     "Importance": "qkv.cache.retention",
     "KVCache": "qkv.integration.hf_cache",
     "KeepAll": "qkv.cache.retention",
+    "Length": "qkv.integration.length",
     "PrefixCache": "qkv.cache.prefix",
     "QkvConfig": "qkv.integration.hf_quantizer",
     "QkvError": "qkv.errors",
     "QuantizedTensor": "qkv.quantizers.tensor",
     "RandomBlocks": "qkv.cache.retention",
+    "Source": "qkv.integration.sources",
+    "SpeculativeDecoder": "qkv.integration.decoder",
     "Window": "qkv.cache.retention",
     "dequantize_": "qkv.integration.patch",
     "dequantize_checkpoint": "qkv.checkpoint.dequantize",

@@ -114,7 +114,7 @@ class Softmax:
     total: Tensor
     output: Tensor
     mass: list[Tensor] = field(default_factory=list)
-    focus: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
     peaks: list[Tensor] = field(default_factory=list)
 
     def weigh(self, scores: Tensor) -> Tensor:
@@ -130,19 +130,23 @@ class Softmax:
     def note(self, probabilities: Tensor, blocks: int) -> None:
         """Remember the mass of each block of a tile, ``[heads, rows, blocks * tokens]``."""
         by_block = torch.unflatten(probabilities, -1, (blocks, -1))
-        mass = by_block.sum(-1)
-        self.mass.append(mass)
-        self.focus.append(by_block.square().sum(-1) / mass.clamp(min=1e-30))
+        self.mass.append(by_block.sum(-1))
+        self.norms.append(torch.linalg.vector_norm(by_block, dim=-1))
         self.peaks.append(self.peak)
 
-    def masses(self, which: list[Tensor], tokens: int) -> Tensor:
-        """``[tokens, blocks]`` of what was noted, each tile brought to the final maximum and denominator."""
-        scaled = [
-            part * (torch.exp(peak - self.peak) / self.total)[..., None]
-            for part, peak in zip(which, self.peaks, strict=True)
-        ]
-        joined = torch.cat(scaled, -1)
-        return torch.unflatten(joined, 1, (-1, tokens)).sum((0, 1)).to(torch.float32)
+    def observed(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Mass and focus ``[tokens, blocks]`` of what was noted, at the final maximum and denominator."""
+        mass = torch.cat(self.mass, -1)
+        focus = torch.cat(self.norms, -1).square_() / mass.clamp(min=1e-30)
+        shrink = torch.exp(torch.stack(self.peaks, -1) - self.peak[..., None]) / self.total[..., None]
+        blocks = torch.tensor([part.shape[-1] for part in self.mass], device=mass.device)
+        shrink = shrink.repeat_interleave(blocks, -1, output_size=mass.shape[-1])
+        return _over_heads(mass * shrink, tokens), _over_heads(focus * shrink, tokens)
+
+
+def _over_heads(by_row: Tensor, tokens: int) -> Tensor:
+    """``[heads, group * tokens, blocks]`` to ``float32 [tokens, blocks]``."""
+    return torch.unflatten(by_row, 1, (-1, tokens)).sum((0, 1)).to(torch.float32)
 
 
 def _attend_tile(queries: Tensor, open_mask: Tensor, sink_logits: Tensor | None, scope: Scope) -> Attended:
@@ -163,7 +167,7 @@ def _attend_tile(queries: Tensor, open_mask: Tensor, sink_logits: Tensor | None,
     output = output.to(queries.dtype)
     if not scope.with_mass:
         return Attended(output)
-    return Attended(output, state.masses(state.mass, tokens), state.masses(state.focus, tokens))
+    return Attended(output, *state.observed(tokens))
 
 
 def _begin(rows: Tensor, value_dim: int, sink_logits: Tensor | None, tokens: int) -> Softmax:
@@ -237,10 +241,8 @@ def _is_rotated(view: RowView) -> bool:
 def _tail_mask(open_mask: Tensor, scope: Scope) -> Tensor | None:
     """``bool [tokens, tail]``: committed tokens all, open ones as the mask says, both within reach."""
     view, count = scope.view, scope.view.tail_keys.shape[1]
-    if open_mask.shape[0] == 1 and view.reach is None:
-        mask = None if view.num_open == 1 else open_mask
-        if mask is None:
-            return None
+    if view.num_open == 1 and view.reach is None:
+        return None
     closed = count - view.num_open
     seen = torch.nn.functional.pad(open_mask, (closed, 0), value=True)
     if view.reach is None:

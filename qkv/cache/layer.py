@@ -177,12 +177,9 @@ class CacheLayer:
         if self.tail is None:
             return
         chosen = chosen_tokens(self, kept)
-        if chosen is None:
-            chosen_count = [self.num_open] * self.batch
-        else:
-            chosen_count = [len(row) for row in chosen]
+        if chosen is not None:
             keep_tokens(self, chosen)
-        self.observations.commit(self.rows, chosen, self.num_open if chosen is None else max(chosen_count))
+        self.observations.commit(self.rows, chosen)
         self.num_open = 0
         for index, row in enumerate(self.rows):
             seal(self, index, row)

@@ -50,7 +50,7 @@ class Observations:
         """The newest committed queries of a row, ``[heads, group, n, dim]``."""
         return self._recent[row] if row < len(self._recent) else None
 
-    def commit(self, rows: Sequence[Row], chosen: Sequence[Sequence[int]] | None, width: int) -> None:
+    def commit(self, rows: Sequence[Row], chosen: Sequence[Sequence[int]] | None) -> None:
         """Fold in the sights of the chosen open queries (None: of all)."""
         pending, self._pending = self._pending, []
         if len(self._recent) != len(rows):
@@ -94,13 +94,9 @@ class Observations:
         other._recent = list(self._recent)
         return other
 
-    def recent(self) -> list[Tensor | None]:
-        """The remembered queries of every row, for saving."""
-        return list(self._recent)
-
-    def load_recent(self, recent: list[Tensor | None]) -> None:
-        """Undo :meth:`recent`."""
-        self._recent = recent
+    def load_queries(self, queries: list[Tensor | None]) -> None:
+        """Remember what :meth:`queries` gave for each row."""
+        self._recent = queries
 
     def _fold(self, row: Row, steps: list[Seen], kept: Sequence[int] | None) -> None:
         masses = [s.mass for s in steps if s.mass is not None]

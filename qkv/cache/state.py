@@ -59,7 +59,7 @@ def load_layer_state(layer: CacheLayer, tensors: dict[str, Tensor], metadata: di
     layer.rows = [_load_row(layer, i, saved, blocks, tensors) for i, saved in enumerate(metadata["rows"])]
     for block in blocks:
         layer.store.drop(block)
-    layer.observations.load_recent([tensors.get(f"row{i}.queries") for i in range(layer.batch)])
+    layer.observations.load_queries([tensors.get(f"row{i}.queries") for i in range(layer.batch)])
     settings.retain.check(layer)
 
 

@@ -16,6 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="(default 1.0)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
+    parser.add_argument("--source", help="speculate: lookup, ngram, self:nf4, model:DIR; none for plain decoding")
+    parser.add_argument("--stats", action="store_true", help="print what speculation did (with --source)")
     add_cache_options(parser)
 
 
@@ -34,4 +36,6 @@ def run(options: argparse.Namespace) -> None:
         top_p=options.top_p,
         seed=options.seed,
         cache=cache_options(options),
+        source=options.source,
+        stats=options.stats,
     )

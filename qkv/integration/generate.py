@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 
 from qkv.errors import QkvError
 from qkv.integration.compat import cache_argument
+from qkv.integration.decoder import SpeculativeDecoder
+from qkv.integration.hf_cache import KVCache
 from qkv.integration.hf_cache_options import cache_from_options
 
 
@@ -24,6 +27,8 @@ def generate_text(
     top_p: float = 1.0,
     seed: int = 0,
     cache: Mapping[str, Any] | None = None,
+    source: str | None = None,
+    stats: bool = False,
 ) -> None:
     """Continue ``prompt`` on standard output, and say on standard error how fast it went.
 
@@ -31,35 +36,64 @@ def generate_text(
         model, tokenizer: of transformers.
         prompt: text, or a message with ``chat``.
         cache: options of :func:`qkv.integration.hf_cache_options.cache_settings`; none for the model's own cache.
+        source: of drafts, see :class:`qkv.SpeculativeDecoder`; None generates with transformers alone.
+        stats: print what the decoder did.
 
     Raises:
-        QkvError: a temperature below 0, ``top_p`` outside (0, 1], a seed out of range, or no chat template.
+        QkvError: a temperature below 0, ``top_p`` outside (0, 1], a seed out of range, no chat template, or
+            ``stats`` without a source.
     """
-    import sys
-
-    from transformers import TextStreamer
-
     sampling = sampling_options(temperature, top_p)
     if not 0 <= seed < 2**63:
         raise QkvError(f"seed {seed} is not a whole number from 0 to 2**63 - 1")
-    inputs = encode_prompt(tokenizer, prompt, chat=chat)
+    if stats and source is None:
+        raise QkvError("stats are those of the speculative decoder; add a source, none for plain decoding with it")
+    inputs = encode_prompt(tokenizer, prompt, chat=chat).to(model.device)
     held = cache_from_options(model.config, **(cache or {}))
-    extra = {} if held is None else {cache_argument(model): held.attach(model)}
-    torch.manual_seed(seed)
+    options = {"max_new_tokens": max_new_tokens, **sampling}
     start = time.perf_counter()
-    output = model.generate(
-        **inputs.to(model.device),
-        max_new_tokens=max_new_tokens,
-        streamer=TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True),
-        **sampling,
-        **extra,
-    )
+    if source is None:
+        count = _generate(model, tokenizer, inputs, held, seed, chat, options)
+    else:
+        count = _speculate(model, tokenizer, inputs, held, seed, source, stats, options)
     seconds = time.perf_counter() - start
-    count = output.shape[1] - inputs["input_ids"].shape[1]
     print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", file=sys.stderr)
+
+
+def _generate(
+    model: Any, tokenizer: Any, inputs: Any, held: KVCache | None, seed: int, chat: bool, options: dict[str, Any]
+) -> int:
+    from transformers import TextStreamer
+
+    torch.manual_seed(seed)
+    extra = {} if held is None else {cache_argument(model): held.attach(model)}
+    streamer = TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True)
+    output = model.generate(**inputs, streamer=streamer, **options, **extra)
     if held is not None:
-        print(held.report(), file=sys.stderr)
         held.detach()
+        print(held.report(), file=sys.stderr)
+    return int(output.shape[1] - inputs["input_ids"].shape[1])
+
+
+def _speculate(
+    model: Any,
+    tokenizer: Any,
+    inputs: Any,
+    held: KVCache | None,
+    seed: int,
+    source: str,
+    stats: bool,
+    options: dict[str, Any],
+) -> int:
+    decoder = SpeculativeDecoder(model, source=source, cache=held)
+    for text in decoder.stream(inputs["input_ids"], tokenizer, seed=seed, **options):
+        print(text, end="", flush=True)
+    print()
+    if stats:
+        print(decoder.stats, file=sys.stderr)
+    if held is not None:
+        print(decoder.last_cache.report(), file=sys.stderr)
+    return decoder.stats.emitted
 
 
 def sampling_options(temperature: float, top_p: float) -> dict[str, Any]:

@@ -24,15 +24,19 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def gemma3() -> tuple[Any, Tensor]:
-    """A tiny random Gemma 3 and a text, periodic so that prompt lookup finds something, of four windows."""
+    """A tiny random Gemma 3 and a text, periodic so that prompt lookup finds something; prompts are
+    of four windows. Untied, with sharp attention and few near
+    ties, so that what the cache holds decides the tokens: int2 fails here."""
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=1, head_dim=8, max_position_embeddings=1024, sliding_window=32, bos_token_id=None,
         eos_token_id=None, pad_token_id=0, initializer_range=0.2,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        layer_types=["sliding_attention", "full_attention"] * 2, tie_word_embeddings=False, query_pre_attn_scalar=1,
     )  # fmt: skip
-    return Gemma3ForCausalLM(config).eval(), torch.randint(1, 64, (1, 90)).repeat(1, 6)
+    model = Gemma3ForCausalLM(config).eval()
+    model.lm_head.weight.data *= 8
+    return model, torch.randint(1, 64, (1, 90)).repeat(1, 6)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +87,7 @@ def int8(model: Any, attached: bool) -> KVCache:
 @torch.no_grad()
 def gaps(model: Any, tokens: Tensor) -> Tensor:
     """By how much the exact model prefers its best token at each position of ``tokens [n]``, from the second."""
-    best = model(tokens[None]).logits[0, :-1].topk(2).values
+    best: Tensor = model(tokens[None]).logits[0, :-1].topk(2).values
     return best[:, 0] - best[:, 1]
 
 

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from qkv.cache.plan import LayerShape, kv_nbytes
 from qkv.cache.prefix import PrefixCache
-from qkv.cache.retention import Importance, RandomBlocks, Retention, Window
 from qkv.cache.storages import peak_nbytes
 from qkv.integration.compat import cache_argument
 from qkv.integration.hf_cache import KVCache
@@ -56,33 +55,6 @@ def test_codecs_cost_little(model: Any, text: Tensor) -> None:
     for keys, values, limit in (("int8", "int8", 0.001), ("int4", "int4", 0.02), ("int2", "int2", 0.35)):
         found = perplexity(model, ids, KVCache(model.config, keys=keys, values=values), 256)
         assert found / exact - 1 <= limit, (keys, values, found, exact)
-
-
-def test_eviction_beats_random_and_the_window_on_retrieval(model: Any, text: Tensor) -> None:
-    """A passage of 128 tokens comes again 448 tokens later; random is the mean of three seeds.
-
-    With a long memory: at the default half-life, which costs less on running text, random was as good here.
-    """
-    passage = text[:, 2000:2128]
-    ids = torch.cat((text[:, :320], passage, text[:, 320:768], passage), 1)
-    found = {}
-    policies: dict[str, Retention] = {
-        "importance": Importance(256, half_life=1536.0),
-        "window": Window(252, sinks=4),
-    }
-    policies |= {f"random {seed}": RandomBlocks(256, seed=seed) for seed in (1, 2, 3)}
-    for name, retain in policies.items():
-        cache = KVCache(model.config, keys="exact", values="exact", block_size=16, residual=16, retain=retain)
-        found[name] = perplexity(model, ids, cache, ids.shape[1] - 128)
-    random = sum(found[f"random {seed}"] for seed in (1, 2, 3)) / 3
-    assert found["importance"] < min(random, found["window"]), found
-
-
-def test_half_the_tokens_cost_little(model: Any, text: Tensor) -> None:
-    settings: dict[str, Any] = dict(keys="exact", values="exact", block_size=16, residual=16)
-    whole = perplexity(model, text[:, :1024], KVCache(model.config, **settings), 512)
-    half = perplexity(model, text[:, :1024], KVCache(model.config, retain=Importance(512), **settings), 512)
-    assert half / whole - 1 <= 0.025
 
 
 @torch.no_grad()

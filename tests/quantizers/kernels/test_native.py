@@ -382,7 +382,8 @@ DRIVER = r"""
 int qkv_set_level(int), qkv_linear(const void *, const void *, const float *, const uint8_t *, const void *, void *,
     ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, int, int, int, int, int);
 int qkv_quantize(const void *, void *, float *, uint8_t *, ptrdiff_t, ptrdiff_t, ptrdiff_t, int, int, int, int, int);
-void qkv_dequantize(const void *, const float *, const uint8_t *, void *, ptrdiff_t, ptrdiff_t, ptrdiff_t, int, int, int);
+void qkv_dequantize(
+    const void *, const float *, const uint8_t *, void *, ptrdiff_t, ptrdiff_t, ptrdiff_t, int, int, int);
 uint64_t qkv_read(const void *, ptrdiff_t, int);
 
 static unsigned state = 1;
@@ -406,7 +407,8 @@ int main(void)
         uint8_t *zero = zero_points ? noise(out * groups) : NULL;
         void *y = malloc(rows * out * size + 1), *values = malloc(out * in * size), *w = noise(out * in * size);
         for (size_t i = 0; i < out * groups; ++i) scale[i] = 0.01f * (float)(1 + draw(50));
-        qkv_linear(x, codes, scale, zero, biased ? bias : NULL, y, rows, out, in, group, kind, dtype, dtype, draw(2), 2);
+        float *b = biased ? bias : NULL;
+        qkv_linear(x, codes, scale, zero, b, y, rows, out, in, group, kind, dtype, dtype, draw(2), 2);
         qkv_dequantize(codes, scale, zero, values, out, in, group, kind, dtype, 1);
         qkv_quantize(w, codes, scale, zero, out, in, group, kind, !zero_points, dtype, draw(2), 1);
         qkv_read(w, out * in * size, 1);
