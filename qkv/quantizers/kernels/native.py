@@ -62,6 +62,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.qkv_dequantize.argtypes = [_POINTER] * 4 + [_SIZE] * 3 + [_INT] * 3
     library.qkv_dequantize.restype = None
     library.qkv_quantize.argtypes = [_POINTER] * 4 + [_SIZE] * 3 + [_INT] * 5
+    library.qkv_decode_scale.argtypes = [_POINTER] * 4 + [ctypes.c_float, _POINTER, _SIZE]
+    library.qkv_decode_scale.restype = None
     library.qkv_read.argtypes = [_POINTER, _SIZE, _INT]
     library.qkv_read.restype = ctypes.c_uint64
 
@@ -268,6 +270,32 @@ def quantize(
         torch.get_num_threads(),
     )
     return None if not_finite else (codes, scale, zero)
+
+
+def decode_scale(codes: Tensor, values: Tensor, absmax: Tensor, offset: Tensor, limit: float) -> Tensor:
+    """Scales stored in 8 bits, as ``double_quant.decode_scale`` decodes them, bit for bit.
+
+    Args:
+        codes: uint8, any shape, contiguous.
+        values: float32 ``[256]``, the dynamic map.
+        absmax: float32 ``[ceil(codes / 256)]``.
+        offset: float32 ``[]``.
+        limit: the largest scale.
+
+    Returns:
+        float32 of the codes' shape.
+    """
+    scale = torch.empty(codes.shape, dtype=torch.float32)
+    _library.qkv_decode_scale(  # type: ignore[union-attr]
+        codes.data_ptr(),
+        values.data_ptr(),
+        absmax.data_ptr(),
+        offset.data_ptr(),
+        limit,
+        scale.data_ptr(),
+        codes.numel(),
+    )
+    return scale
 
 
 def read(tensor: Tensor) -> int:

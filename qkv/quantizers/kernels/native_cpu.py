@@ -7,6 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from qkv.quantizers.double_quant import dynamic_map
 from qkv.quantizers.kernels import native
 from qkv.quantizers.kernels.case import Case
 from qkv.quantizers.tensor import QuantizedTensor
@@ -87,9 +88,13 @@ def _by_panels(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tenso
 
 
 def _scale(weight: QuantizedTensor, rows: int) -> Tensor:
-    scale = _spread(weight.float_scale(), rows)
-    assert scale is not None
-    return scale
+    scale = weight.scale
+    if weight.scale_absmax is not None and weight.scale_offset is not None:
+        values, limit = dynamic_map(weight.device), weight.format.scale_limit
+        scale = native.decode_scale(scale, values, weight.scale_absmax, weight.scale_offset, limit)
+    spread = _spread(scale, rows)
+    assert spread is not None
+    return spread
 
 
 def _spread(values: Tensor | None, rows: int) -> Tensor | None:

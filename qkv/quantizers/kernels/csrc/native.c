@@ -159,6 +159,17 @@ QKV_EXPORT int qkv_quantize(const void *x, void *codes, float *scale, uint8_t *z
     return job.not_finite;
 }
 
+/* Scales from their 8-bit codes: `values[code] * absmax` of each block of 256, plus the offset, from 0 to `limit`. */
+QKV_EXPORT void qkv_decode_scale(const uint8_t *codes, const float *values, const float *absmax, const float *offset,
+                                 float limit, float *scale, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; ++i) {
+        float value = values[codes[i]] * absmax[i >> 8] + *offset;
+        value = value > 0.0f ? value : 0.0f;
+        scale[i] = value < limit ? value : limit;
+    }
+}
+
 /* ---- the yardstick ---- */
 
 struct read_job {
