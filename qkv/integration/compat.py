@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any
 
 from torch import nn
@@ -134,14 +134,19 @@ def step_positions(args: tuple[Any, ...], extra: dict[str, Any]) -> Any:
 
 @contextmanager
 def no_bars_in_pipes() -> Iterator[None]:
-    """Keep transformers' own progress bars to terminals."""
+    """Keep transformers' own progress bars to terminals, those that it makes with tqdm directly too."""
+    from tqdm import tqdm
     from transformers.utils import logging
 
-    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+    if sys.stderr.isatty():
         yield
         return
+    enabled, plain_init = logging.is_progress_bar_enabled(), tqdm.__init__
     logging.disable_progress_bar()
+    tqdm.__init__ = partialmethod(plain_init, disable=True)
     try:
         yield
     finally:
-        logging.enable_progress_bar()
+        tqdm.__init__ = plain_init
+        if enabled:
+            logging.enable_progress_bar()
