@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from qkv.checkpoint.output import PieceOf, write_model
+from qkv.checkpoint.job import Job, PieceOf, Target
+from qkv.checkpoint.output import write_model
 from qkv.checkpoint.read import Stored, stored_weights
 from qkv.checkpoint.source import Source
 from qkv.checkpoint.writer import TensorSpec
@@ -43,9 +45,10 @@ def dequantize_checkpoint(
         weights = stored_weights(source)
         if not any(stored.format for stored in weights):
             raise CheckpointError(f"{source.path} is not quantized; there is nothing to undo")
-        pieces = {stored.name: _piece(stored, source, target) for stored in weights}
+        pieces = {stored.name: _piece(stored, target) for stored in weights}
         config = {k: v for k, v in source.config.items() if k != "quantization_config"}
-        write_model(source, dst, pieces, config, max_shard_size, overwrite, "dequantizing")
+        job = Job(source, pieces, config, {"dtype": target and str(target)}, "dequantizing")
+        write_model(job, Target(dst, max_shard_size, overwrite))
 
 
 def read_weight(stored: Stored, source: Source, dtype: torch.dtype | None = None) -> Tensor:
@@ -58,9 +61,19 @@ def read_weight(stored: Stored, source: Source, dtype: torch.dtype | None = None
     return value.mT.contiguous() if stored.transposed else value
 
 
-def _piece(stored: Stored, source: Source, dtype: torch.dtype | None) -> PieceOf:
+@dataclass(frozen=True)
+class _Dequantized:
+    """Makes the float tensor of a stored one."""
+
+    stored: Stored
+    dtype: torch.dtype | None
+
+    def __call__(self, source: Source) -> dict[str, Tensor]:
+        return {self.stored.name: read_weight(self.stored, source, self.dtype)}
+
+
+def _piece(stored: Stored, dtype: torch.dtype | None) -> PieceOf:
     if stored.format is None:
-        return PieceOf([TensorSpec(stored.name, stored.dtype, stored.shape)], None)
+        return PieceOf((TensorSpec(stored.name, stored.dtype, stored.shape),), None)
     shape = (*stored.shape[:-2], stored.shape[-1], stored.shape[-2]) if stored.transposed else stored.shape
-    spec = TensorSpec(stored.name, dtype or stored.dtype, shape)
-    return PieceOf([spec], lambda: {stored.name: read_weight(stored, source, dtype)})
+    return PieceOf((TensorSpec(stored.name, dtype or stored.dtype, shape),), _Dequantized(stored, dtype))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from qkv.checkpoint.auxiliary import copy_auxiliary
 from qkv.checkpoint.destination import Destination
 from qkv.checkpoint.index import write_index
+from qkv.checkpoint.job import Job, Target
 from qkv.checkpoint.shards import parse_size, plan_shards, shard_names
 from qkv.checkpoint.source import Source
 from qkv.checkpoint.writer import StreamWriter, TensorSpec
@@ -23,23 +21,8 @@ COPY_NBYTES = 32 * 10**6
 """Tensors that pass through unchanged are copied in pieces of about this size."""
 
 
-class PieceOf(NamedTuple):
-    """The tensors that one tensor of the source becomes, and the function that makes them (None: a copy)."""
-
-    specs: list[TensorSpec]
-    make: Callable[[], dict[str, Tensor]] | None
-
-
-def write_model(
-    source: Source,
-    dst: str | Path,
-    pieces: Mapping[str, PieceOf],
-    config: Mapping[str, Any],
-    max_shard_size: str | int,
-    overwrite: bool,
-    title: str,
-) -> dict[str, str]:
-    """Write ``pieces`` and ``config`` and all that belongs to the source's model; ``dst`` appears at the end.
+def write_model(job: Job, target: Target) -> dict[str, str]:
+    """Write what the job says and all that belongs to the source's model; ``target.dst`` appears at the end.
 
     Returns:
         Files of the source that were not copied, with the reason.
@@ -47,44 +30,38 @@ def write_model(
     Raises:
         CheckpointError: the source is one file, so that nobody knows what else belongs to it.
     """
+    source = job.source
     if not source.path.is_dir():
         raise CheckpointError(f"{source.path} is a file; name the model's directory, whose other files come along")
-    limit = parse_size(max_shard_size)
-    owner = {spec.name: name for name, piece in pieces.items() for spec in piece.specs}
-    specs = [spec for piece in pieces.values() for spec in piece.specs]
+    limit = parse_size(target.max_shard_size)
+    owner = {spec.name: name for name, piece in job.pieces.items() for spec in piece.specs}
+    specs = [spec for piece in job.pieces.values() for spec in piece.specs]
     shards = plan_shards(specs, limit, group_of=owner.__getitem__)
     names = shard_names(len(shards))
-    with Destination(dst, source_dir=source.directory, overwrite=overwrite) as folder:
+    with Destination(target.dst, source_dir=source.directory, overwrite=target.overwrite) as folder:
         left = copy_auxiliary(source.directory, folder)
-        with Progress(title, source.nbytes) as progress:
+        with Progress(job.title, source.nbytes) as progress:
             for file_name, shard in zip(names, shards, strict=True):
-                _write_shard(folder / file_name, shard, owner, source, pieces, progress)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+                _write_shard(folder / file_name, shard, owner, job, progress)
+        (folder / "config.json").write_text(json.dumps(job.config, indent=2) + "\n", encoding="utf-8")
         if len(shards) > 1:
             weight_map = {s.name: file for file, shard in zip(names, shards, strict=True) for s in shard}
             write_index(folder, weight_map, sum(spec.nbytes for spec in specs))
     return left
 
 
-def _write_shard(
-    path: Path,
-    specs: list[TensorSpec],
-    owner: Mapping[str, str],
-    source: Source,
-    pieces: Mapping[str, PieceOf],
-    progress: Progress,
-) -> None:
+def _write_shard(path: Path, specs: list[TensorSpec], owner: Mapping[str, str], job: Job, progress: Progress) -> None:
     with StreamWriter(path, specs) as writer:
         for name in dict.fromkeys(owner[spec.name] for spec in specs):
-            make = pieces[name].make
-            if make is None:
-                _copy(name, source, writer)
+            piece = job.pieces[name]
+            if piece.make is None:
+                _copy(name, job.source, writer)
             else:
-                made = make()
-                for spec in pieces[name].specs:
+                made = piece.make(job.source)
+                for spec in piece.specs:
                     writer.write(spec.name, made[spec.name])
                 del made
-            progress.advance(name, source.entries[name].nbytes)
+            progress.advance(name, job.source.entries[name].nbytes)
 
 
 def _copy(name: str, source: Source, writer: StreamWriter) -> None:

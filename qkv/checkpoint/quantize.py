@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from qkv.checkpoint.output import PieceOf, write_model
+from qkv.checkpoint.job import Job, PieceOf, Target
+from qkv.checkpoint.output import write_model
 from qkv.checkpoint.source import Source
 from qkv.checkpoint.writer import TensorSpec
 from qkv.errors import CheckpointError, QkvError
@@ -86,9 +87,10 @@ def quantize_checkpoint(
         choices = {n: chooser.choose(n, e.shape, e.dtype) for n, e in source.entries.items()}
         if not any(choice.format for choice in choices.values()):
             raise QkvError(f"{source.path} has no tensor that the settings let be quantized")
-        pieces = {name: _pieces(name, source, choice) for name, choice in choices.items()}
+        pieces = {name: _piece(name, source, choice) for name, choice in choices.items()}
         config = _config(source, choices, chooser.final_settings())
-        left = write_model(source, dst, pieces, config, max_shard_size, overwrite, "quantizing")
+        job = Job(source, pieces, config, settings.to_dict(), "quantizing")
+        left = write_model(job, Target(dst, max_shard_size, overwrite))
         footprint = Footprint.of([_item(n, source, c) for n, c in choices.items()], _notes(source, choices))
         return CheckpointReport(footprint, source.nbytes, left, chooser.note)
 
@@ -113,18 +115,26 @@ def refuse_quantized(source: Source) -> None:
         raise CheckpointError(f"{source.path} is quantized already: it holds {packed}; start from floats")
 
 
-def _pieces(name: str, source: Source, choice: Choice) -> PieceOf:
+@dataclass(frozen=True)
+class _Quantized:
+    """Makes the codes and scales of a tensor of the source."""
+
+    name: str
+    format: Format
+    transposed: bool
+
+    def __call__(self, source: Source) -> dict[str, Tensor]:
+        value = source.read(self.name)
+        return quantize_tensor(value.mT if self.transposed else value, self.format, name=self.name).state(self.name)
+
+
+def _piece(name: str, source: Source, choice: Choice) -> PieceOf:
     entry = source.entries[name]
     if choice.format is None:
-        return PieceOf([TensorSpec(name, entry.dtype, entry.shape)], None)
-    shape, format = _quantized_shape(entry.shape, choice), choice.format
-
-    def make() -> dict[str, Tensor]:
-        value = source.read(name)
-        return quantize_tensor(value.mT if choice.transposed else value, format, name=name).state(name)
-
-    layout = format.layout(shape)
-    return PieceOf([TensorSpec(name + suffix, dtype, size) for suffix, (size, dtype) in layout.items()], make)
+        return PieceOf((TensorSpec(name, entry.dtype, entry.shape),), None)
+    layout = choice.format.layout(_quantized_shape(entry.shape, choice))
+    specs = tuple(TensorSpec(name + suffix, dtype, size) for suffix, (size, dtype) in layout.items())
+    return PieceOf(specs, _Quantized(name, choice.format, choice.transposed))
 
 
 def _quantized_shape(shape: tuple[int, ...], choice: Choice) -> tuple[int, ...]:
@@ -139,14 +149,7 @@ def _config(source: Source, choices: Mapping[str, Choice], settings: Settings) -
         for name, choice in choices.items()
         if choice.format and (dtype := str(source.entries[name].dtype).removeprefix("torch.")) != default
     }
-    own: dict[str, Any] = {
-        "quant_method": "qkv",
-        "format_version": FORMAT_VERSION,
-        "format": str(settings.format),
-        "skip": list(settings.skip),
-        "embeddings": None if settings.embeddings is None else str(settings.embeddings),
-        "overrides": {pattern: str(value) for pattern, value in settings.overrides.items()},
-    }
+    own: dict[str, Any] = {"quant_method": "qkv", "format_version": FORMAT_VERSION, **settings.to_dict()}
     transposed = sorted(name for name, choice in choices.items() if choice.transposed)
     own |= {"transposed": transposed} if transposed else {}
     own |= {"dtypes": dtypes} if dtypes else {}

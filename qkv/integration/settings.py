@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from qkv.errors import QkvError
 from qkv.quantizers.format import Format
@@ -48,6 +49,15 @@ class Settings:
         if table is not None and table.double_quant:
             raise QkvError(f"embeddings take no double quantization (a row is read at a time); got {table}")
         return cls(Format.parse(format), names, table, parsed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON takes them; :meth:`parse` reads them again."""
+        return {
+            "format": str(self.format),
+            "skip": list(self.skip),
+            "embeddings": None if self.embeddings is None else str(self.embeddings),
+            "overrides": {pattern: str(value) for pattern, value in self.overrides.items()},
+        }
 
     def format_for(self, name: str, default: Format) -> Format | str:
         """The format of module ``name``, or why it is left alone."""

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qkv.checkpoint.dequantize as dequantize
+import qkv.checkpoint.quantize as quantize
+from qkv.checkpoint.job import Job
+from tests.helpers import assert_same_tensors
+
+Checkpoint = Callable[..., Path]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_a_job_is_a_value_that_another_process_can_do(
+    family: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Job] = []
+    for module in (quantize, dequantize):
+        write = module.write_model
+
+        def spy(job: Job, target: Any, write: Any = write) -> Any:
+            jobs.append(job)
+            return write(job, target)
+
+        monkeypatch.setattr(module, "write_model", spy)
+    quantize.quantize_checkpoint(checkpoint(family), tmp_path / "q", "nf4")
+    dequantize.dequantize_checkpoint(tmp_path / "q", tmp_path / "d")
+    assert len(jobs) == 2
+    for job in jobs:
+        again: Job = pickle.loads(pickle.dumps(job))
+        assert again == job and json.loads(json.dumps(job.settings)) == job.settings
+        for name, piece in again.pieces.items():
+            if piece.make is not None:
+                made = piece.make(again.source)
+                assert [spec.name for spec in piece.specs] == list(made), name
+                expected = job.pieces[name].make
+                assert expected is not None
+                assert_same_tensors(made, expected(job.source))
