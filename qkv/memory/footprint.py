@@ -66,7 +66,8 @@ def live_items(model: nn.Module) -> tuple[list[Item], dict[str, int]]:
     buffer_nbytes = sum(buffer.nbytes for buffer in model.buffers() if _claim(buffer, seen))
     storages = {_storage_key(t): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())}
     unused = sum(storages.values()) - sum(item.nbytes for item in items) - buffer_nbytes
-    return items, {"buffer_nbytes": buffer_nbytes, "unused_nbytes": max(unused, 0)}
+    packed = sum(module.packed_nbytes for module in model.modules() if isinstance(module, Holder))
+    return items, {"buffer_nbytes": buffer_nbytes, "unused_nbytes": max(unused, 0), "packed_nbytes": packed}
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:

@@ -94,6 +94,7 @@ class Footprint:
         rows: the weights by role, format and dtype.
         buffer_nbytes: buffers that are not weights (rotary tables, masks), live models only.
         unused_nbytes: storage behind the weights that no weight uses, live models only.
+        packed_nbytes: copies of the codes that kernels keep in a layout of their own, live models only.
         kv_nbytes: the key-value cache at the context asked for, None without one or where it is not known.
         kv_note: what the figure stands for, or why there is none.
         kept: matrices that are not quantized, with the reason where it is known.
@@ -102,6 +103,7 @@ class Footprint:
     rows: list[Row]
     buffer_nbytes: int = 0
     unused_nbytes: int = 0
+    packed_nbytes: int = 0
     kv_nbytes: int | None = None
     kv_note: str = ""
     kept: tuple[Note, ...] = ()
@@ -147,14 +149,15 @@ class Footprint:
 
     @property
     def total_nbytes(self) -> int:
-        """Weights, buffers, unused storage and, where asked for and known, the KV cache."""
-        return self.weight_nbytes + self.buffer_nbytes + self.unused_nbytes + (self.kv_nbytes or 0)
+        """Weights, buffers, unused storage, kernels' copies and, where asked for and known, the KV cache."""
+        extra = self.buffer_nbytes + self.unused_nbytes + self.packed_nbytes
+        return self.weight_nbytes + extra + (self.kv_nbytes or 0)
 
     def to_dict(self) -> dict[str, Any]:
         """The footprint as plain values."""
         totals = (
             "total_nbytes", "weight_nbytes", "overhead_nbytes", "buffer_nbytes", "unused_nbytes",
-            "num_parameters", "bits_per_weight", "kv_nbytes", "kv_note",
+            "packed_nbytes", "num_parameters", "bits_per_weight", "kv_nbytes", "kv_note",
         )  # fmt: skip
         rows = [{**asdict(row), "bits_per_weight": row.bits_per_weight} for row in self.rows]
         kept = [asdict(note) for note in self.kept]

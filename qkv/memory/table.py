@@ -41,6 +41,7 @@ def table(footprint: Footprint) -> str:
 
 def _others(footprint: Footprint) -> list[tuple[str, int]]:
     rows = [("buffers", footprint.buffer_nbytes), ("storage no weight uses", footprint.unused_nbytes)]
+    rows.append(("copies that kernels keep", footprint.packed_nbytes))
     if footprint.kv_nbytes is not None:
         rows.append(("KV cache", footprint.kv_nbytes))
     rows = [(name, nbytes) for name, nbytes in rows if nbytes]

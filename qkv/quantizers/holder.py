@@ -95,15 +95,26 @@ class Holder(nn.Module):
         if found is not None and found != str(self.format):
             error_msgs.append(f"{prefix}weight is in format {found}; the module holds {self.format}")
             return
+        self.__dict__.pop("_views", None)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of the packed copies that kernels keep of this module's weights; they are never saved."""
+        views: dict[str, QuantizedTensor] = self.__dict__.get("_views", {})
+        return sum(view.packed_nbytes for view in views.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what is made anew when it is wanted."""
+        return {name: value for name, value in self.__dict__.items() if name != "_views"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a combined class by its two parts; it is in no module by its own name."""
         if self.combined_from is None:
             return super().__reduce_ex__(protocol)
-        return _new_combined, self.combined_from, self.__dict__
+        return _new_combined, self.combined_from, self.__getstate__()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move to a device as asked, but never change the dtype of codes and scales."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -29,6 +29,9 @@ class QuantizedTensor:
         scale: float32 ``[..., out, groups]``, or 8-bit codes of it under double quantization.
         zero: uint8 ``[..., out, groups]`` for asymmetric formats.
         scale_absmax, scale_offset: second-level scales under double quantization.
+        packed: a copy in the layout of a kernel that needs one, see :mod:`qkv.quantizers.kernels.packed`; not
+            part of :attr:`nbytes`.
+        slices: the slices handed out, which keep packed copies of their own.
     """
 
     format: Format
@@ -39,6 +42,9 @@ class QuantizedTensor:
     zero: Tensor | None = None
     scale_absmax: Tensor | None = None
     scale_offset: Tensor | None = None
+    packed: tuple[Tensor, ...] | None = field(default=None, init=False)
+    packed_stamp: tuple[tuple[int, int], ...] = field(default=(), init=False)
+    slices: dict[int, QuantizedTensor] = field(default_factory=dict, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -89,6 +95,12 @@ class QuantizedTensor:
         names = ("", "_scale", "_zero", "_scale_absmax", "_scale_offset")
         return cls(format, tuple(shape), dtype, *(state.get(prefix + name) for name in names))  # type: ignore[arg-type]
 
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of the packed copies that products of this tensor have made."""
+        own = sum(tensor.nbytes for tensor in self.packed or ())
+        return own + sum(part.packed_nbytes for part in self.slices.values())
+
     def float_scale(self) -> Tensor:
         """The scales as float32 ``[..., out, groups]``, decoded from 8 bits where they are stored so."""
         if self.scale_absmax is None or self.scale_offset is None:
@@ -111,7 +123,11 @@ class QuantizedTensor:
         if len(self.shape) < 3 or self.scale_absmax is not None or self.format.group_size == "tensor":
             raise QkvError(f"a {len(self.shape)}-D {self.format} tensor cannot be indexed without dequantizing it")
         zero = None if self.zero is None else self.zero[index]
-        return QuantizedTensor(self.format, self.shape[1:], self.dtype, self.codes[index], self.scale[index], zero)
+        fresh = QuantizedTensor(self.format, self.shape[1:], self.dtype, self.codes[index], self.scale[index], zero)
+        known = self.slices.setdefault(index, fresh)
+        if known.codes.data_ptr() != fresh.codes.data_ptr():
+            known = self.slices[index] = fresh
+        return known
 
     def __repr__(self) -> str:
         bits = 8 * self.nbytes / max(prod(self.shape), 1)

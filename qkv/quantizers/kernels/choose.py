@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from qkv.errors import QkvError
-from qkv.quantizers.kernels import bitsandbytes, native_cpu, reference, torch_packed
+from qkv.quantizers.kernels import bitsandbytes, native_cpu, reference, torch_int4, torch_int8
 from qkv.quantizers.kernels.case import Case
 from qkv.quantizers.tensor import QuantizedTensor
 
 BACKENDS: Final[dict[str, ModuleType]] = {
     "native": native_cpu,
-    "torch": torch_packed,
+    "torch-int8": torch_int8,
+    "torch-int4": torch_int4,
     "bitsandbytes": bitsandbytes,
     "reference": reference,
 }

@@ -18,7 +18,7 @@ from tests.laws import check_product, sample
 
 LIVE = [name for name, backend in BACKENDS.items() if backend.unavailable() is None]
 TEXTS = [*FORMATS, "int8:g128", "int8:g48", "int4:g16:asym:double", "nf4:g128", "nf4:row", "int8:tensor", "nf4:g7"]
-SHAPES = [(32, 64), (5, 128), (17, 100), (1, 1), (3, 7), (33, 320), (2, 1030), (0, 64), (4, 0)]
+SHAPES = [(32, 64), (48, 256), (5, 128), (17, 100), (1, 1), (3, 7), (33, 320), (2, 1030), (0, 64), (4, 0)]
 CASES = list(product(LIVE, TEXTS))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROWS = [0, 1, 2, 3, 7, 16, 17, 65]

@@ -1,4 +1,4 @@
-"""torch's own packed INT8 product on the CPU: one scale a row, bfloat16 input, no second copy of the weight."""
+"""torch's own INT8 product on the CPU: one scale a row, bfloat16 input, no second copy of the weight."""
 
 from __future__ import annotations
 
