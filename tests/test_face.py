@@ -62,8 +62,8 @@ def imports(path: Path) -> set[str]:
 
 
 ABOVE = {
-    "quantizers": {"cache", "integration", "checkpoint", "memory", "cli"},
-    "cache": {"integration", "checkpoint", "memory", "cli"},
+    "quantizers": {"cache", "integration", "checkpoint", "memory", "bench", "cli"},
+    "cache": {"integration", "checkpoint", "memory", "bench", "cli"},
 }
 
 

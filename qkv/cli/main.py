@@ -14,7 +14,7 @@ USERS_TO_MEND = (
     errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP,
 )  # fmt: skip
 """Errors of the system that are told in one line."""
-COMMANDS = ("quantize", "dequantize", "generate", "perplexity", "report", "doctor", "demo")
+COMMANDS = ("quantize", "dequantize", "generate", "perplexity", "report", "doctor", "bench", "demo")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,1 @@
+"""Measuring: one subject a file, each a table of what qkv does beside what else there is, in the same run."""
