@@ -11,18 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from qkv.cache.codec import Codec
 from qkv.cache.layer import CacheLayer
 from qkv.cache.report import CacheReport, report_layers
-from qkv.cache.retention import Importance, KeepAll, Masked, Retention, Window
+from qkv.cache.retention import Importance, KeepAll, Retention
 from qkv.cache.retention.sizes import parse_budget
 from qkv.cache.rotation import Rotation
 from qkv.cache.settings import DEFAULT_BLOCK_SIZE, DEFAULT_RESIDUAL, LayerSettings
 from qkv.errors import QkvError
 from qkv.integration import hf_attention
-from qkv.integration.compat import rotary_angles, stock_layers
+from qkv.integration.compat import rotary_angles
+from qkv.integration.hf_cache_layers import (
+    check_rotation,
+    crop_layer,
+    fork_layer,
+    is_fresh,
+    make_layers,
+    model_key,
+    stock_nbytes,
+)
 from qkv.integration.hf_layer import KVLayer
 
 
@@ -70,8 +79,8 @@ class KVCache(Cache):  # type: ignore[misc]
             retain=retain if retain is not None else KeepAll(),
             rotation=None if angles is None else Rotation(*angles),
         )
-        _check_rotation(settings)
-        self._begin(_make_layers(decoder, settings, shareable), settings, _model_key(decoder))
+        check_rotation(settings)
+        self._begin(make_layers(decoder, settings, shareable), settings, model_key(decoder))
 
     def _begin(self, layers: list[Any], settings: LayerSettings, model_key: str) -> None:
         super().__init__(layers=layers)
@@ -98,7 +107,7 @@ class KVCache(Cache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes held by all layers, metadata included; a block that rows share counts once."""
-        stock = sum(_stock_nbytes(layer) for layer in self.layers if not isinstance(layer, KVLayer))
+        stock = sum(stock_nbytes(layer) for layer in self.layers if not isinstance(layer, KVLayer))
         return stock + sum(layer.nbytes for layer in self.block_layers)
 
     @property
@@ -118,7 +127,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def report(self) -> CacheReport:
         """Where the bytes are; prints as a table."""
-        stock = [(type(v).__name__, _stock_nbytes(v)) for v in self.layers if not isinstance(v, KVLayer)]
+        stock = [(type(v).__name__, stock_nbytes(v)) for v in self.layers if not isinstance(v, KVLayer)]
         return report_layers(self.block_layers, stock)
 
     # --- transformers' interface -------------------------------------------------------------------------
@@ -160,10 +169,10 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest tokens of every layer; see :meth:`KVLayer.crop`."""
-        fresh = [layer for layer in self.layers if _is_fresh(layer)]
+        fresh = [layer for layer in self.layers if is_fresh(layer)]
         for layer in self.layers:
             if layer not in fresh:
-                _crop(layer, tokens_to_remove)
+                crop_layer(layer, tokens_to_remove)
 
     def reset(self) -> None:
         """Empty every layer."""
@@ -196,7 +205,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def fork(self) -> KVCache:
         """An independent cache over the same blocks; only tails and stock layers take memory of their own."""
         other = copy.copy(self)
-        other.layers = [_fork_layer(layer) for layer in self.layers]
+        other.layers = [fork_layer(layer) for layer in self.layers]
         other._announced = {}
         other._attachment = None if self._attachment is None else self._attachment.again()
         return other
@@ -283,74 +292,3 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         raise QkvError("a KVCache does not hold plain key and value tensors to iterate over; see .block_layers")
-
-
-def _make_layers(config: Any, settings: LayerSettings, shareable: bool) -> list[Any]:
-    stock = stock_layers(config)
-    only_sliding = not any(type(layer) is DynamicLayer for layer in stock)
-    layers = [_make_layer(layer, settings, shareable, only_sliding) for layer in stock]
-    if not any(isinstance(layer, KVLayer) for layer in layers):
-        names = ", ".join(sorted({type(layer).__name__ for layer in stock}))
-        raise QkvError(f"{config.model_type} has no attention layer that can be held in blocks, only {names}")
-    return layers
-
-
-def _make_layer(stock: Any, settings: LayerSettings, shareable: bool, only_sliding: bool) -> Any:
-    if type(stock) is DynamicLayer:
-        return KVLayer(settings)
-    if type(stock) is not DynamicSlidingWindowLayer or not (shareable or only_sliding):
-        return stock
-    window = stock.sliding_window
-    retain = Masked(window) if shareable else Window(window, sinks=0)
-    return KVLayer(replace(settings, retain=retain), window=window)
-
-
-def _check_rotation(settings: LayerSettings) -> None:
-    retain = settings.retain
-    if isinstance(retain, Window) and retain.rerotate and (settings.rotation is None or settings.rotation.refused):
-        why = "it has no rotary positions" if settings.rotation is None else settings.rotation.refused
-        raise QkvError(f"Window(rerotate=True) cannot turn this model's keys: {why}; use rerotate=False")
-
-
-def _model_key(config: Any) -> str:
-    found = config.to_dict()
-    found.pop("transformers_version", None)
-    return f"{getattr(config, '_name_or_path', '')}|{json.dumps(found, sort_keys=True, default=str)}"
-
-
-def _fork_layer(layer: Any) -> Any:
-    if not isinstance(layer, KVLayer):
-        return copy.deepcopy(layer)
-    other = copy.copy(layer)
-    other.core = layer.core.fork()
-    return other
-
-
-def _is_fresh(layer: Any) -> bool:
-    return not getattr(layer, "is_initialized", True) or (
-        isinstance(layer, KVLayer) and len(layer.core) == 0 and layer.core.num_open == 0
-    )
-
-
-def _crop(layer: Any, tokens_to_remove: int) -> None:
-    """A stock window that is asked for all it ever saw is emptied: it could not be cropped that far."""
-    if (
-        not isinstance(layer, KVLayer)
-        and hasattr(layer, "get_seq_length")
-        and -tokens_to_remove >= layer.get_seq_length()
-    ):
-        layer.reset()
-    elif not isinstance(layer, KVLayer) and tokens_to_remove == 0 and not getattr(layer, "record_past", True):
-        return
-    else:
-        layer.crop(tokens_to_remove)
-
-
-def _stock_nbytes(layer: Any) -> int:
-    held: dict[int, int] = {}
-    for value in vars(layer).values():
-        for tensor in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                held[storage.data_ptr()] = storage.nbytes()
-    return sum(held.values())
