@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from qkv.cache.retention import Importance, RandomBlocks, Retention, Window
 from qkv.integration.compat import cache_argument
@@ -17,20 +17,6 @@ from qkv.integration.hf_cache import KVCache
 
 SEEDS = (1, 2, 3)
 WIKITEXT = Path(__file__).parents[3] / "shared" / "data" / "wikitext2-test.txt"
-
-
-@pytest.fixture(scope="module")
-def model(smollm2: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def text(smollm2: Path) -> Tensor:
-    """A long technical text every Python carries."""
-    from pydoc_data import topics
-
-    names = ("compound", "class", "types", "assignment", "typesmapping")
-    return encoded(smollm2, "\n".join(topics.topics[name] for name in names))
 
 
 def encoded(model: Path, text: str) -> Tensor:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 from qkv.cache.plan import LayerShape, kv_nbytes
 from qkv.cache.prefix import PrefixCache
@@ -21,20 +20,6 @@ from qkv.integration.hf_cache import KVCache
 
 pytestmark = pytest.mark.slow
 SHAPES = [LayerShape(3, 64, 64)] * 30
-
-
-@pytest.fixture(scope="module")
-def model(smollm2: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def text(smollm2: Path) -> Tensor:
-    """A long technical text every Python carries."""
-    from pydoc_data import topics
-
-    names = ("compound", "class", "types", "assignment", "typesmapping")
-    return torch.tensor([AutoTokenizer.from_pretrained(smollm2).encode("\n".join(topics.topics[n] for n in names))])
 
 
 @torch.no_grad()
