@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from qkv.checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
     from qkv.errors import CheckpointError as CheckpointError
     from qkv.errors import QkvError as QkvError
+    from qkv.integration.calibrate import calibrate as calibrate
+    from qkv.integration.calibration import Calibration as Calibration
     from qkv.integration.decoder import SpeculativeDecoder as SpeculativeDecoder
     from qkv.integration.draft import Draft as Draft
     from qkv.integration.hf_cache import KVCache as KVCache
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Calibration": "qkv.integration.calibration",
     "CheckpointError": "qkv.errors",
     "Draft": "qkv.integration.draft",
     "FORMATS": "qkv.quantizers.format",
@@ -59,6 +62,7 @@ _HOMES = {
     "Source": "qkv.integration.sources",
     "SpeculativeDecoder": "qkv.integration.decoder",
     "Window": "qkv.cache.retention",
+    "calibrate": "qkv.integration.calibrate",
     "dequantize_": "qkv.integration.patch",
     "dequantize_checkpoint": "qkv.checkpoint.dequantize",
     "footprint": "qkv.memory.footprint",

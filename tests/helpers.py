@@ -126,6 +126,17 @@ def tiny(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **ch
     return model
 
 
+def letters_tokenizer() -> Any:
+    """A tokenizer with one token a letter, that every double knows; it can be saved beside a checkpoint."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [chr(number) for number in range(32, 32 + 62)]
+    inner = Tokenizer(models.WordLevel({"?" * 2: 0, **{letter: n for n, letter in enumerate(letters, 1)}}, "?" * 2))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?" * 2, pad_token="?" * 2)
+
+
 def prompt(num_tokens: int = 7, *, seed: int = 1, batch: int = 1) -> Tensor:
     """Token ids ``[batch, num_tokens]`` that every double knows."""
     return torch.randint(1, 64, (batch, num_tokens), generator=torch.Generator().manual_seed(seed))

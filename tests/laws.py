@@ -170,3 +170,45 @@ def check_gradient(layer: nn.Linear, dtype: torch.dtype) -> None:
 def num_groups(columns: int, format: Format) -> int:
     """Groups of a row, by the definition."""
     return ceil(columns / format.group_length(columns))
+
+
+def check_searched_scales(x: Tensor, format: Format, importance: Tensor) -> None:
+    """Searched scales never weigh more than those that span: a group each, or under nesting, as a whole."""
+    plain, searched = quantize_tensor(x, format), quantize_tensor(x, format, importance=importance)
+    assert plain.format == searched.format and plain.state().keys() == searched.state().keys()
+    before, after = (weighted_errors(x, weight, importance) for weight in (plain, searched))
+    allowed = before * (1 + SEARCH_SLACK) + SMALLEST * 2**100
+    assert bool((after <= allowed).all()), f"{format}: {float((after - before).max())} more"
+
+
+def check_nearest_codes(x: Tensor, format: Format, importance: Tensor) -> None:
+    """Under searched scales each element has the nearest value that its group can stand for."""
+    weight = quantize_tensor(x, format, importance=importance)
+    scale = each_scale(weight.float_scale(), tuple(x.shape), format)[..., None]
+    if format.name == "nf4":
+        values = torch.tensor(LEVELS, dtype=torch.float64) * scale
+    else:
+        top = 2**format.bits - 1
+        codes = torch.arange(top + 1, dtype=torch.float64) - (2 ** (format.bits - 1) if format.symmetric else 0)
+        codes = codes[codes > -(2 ** (format.bits - 1))] if format.symmetric else codes
+        zero = 0.0 if weight.zero is None else each_scale(weight.zero.float(), tuple(x.shape), format)[..., None]
+        values = (codes - zero) * scale
+    nearest = (x.double()[..., None] - values).abs().amin(-1)
+    error = (x.double() - weight.dequantize(torch.float32).double()).abs()
+    assert bool((error <= nearest + EPS * x.double().abs() + EPS * scale[..., 0]).all())
+
+
+SEARCH_SLACK = 1e-5
+"""Of a weighted error: it is summed in float32 while scales are searched."""
+
+
+def weighted_errors(x: Tensor, weight: Any, importance: Tensor) -> Tensor:
+    """Squared error times importance of each group, float64; written out naively. One sum under nested scales."""
+    format, columns = weight.format, x.shape[-1]
+    error: Tensor = (x.double() - weight.dequantize(torch.float32).double()).square()
+    spread = importance.double() if importance.dim() == 1 else importance.double()[:, None]
+    error = (error * spread).reshape(-1, columns)
+    if format.double_quant or format.group_size == "tensor":
+        return error.sum()[None]
+    length = format.group_length(columns)
+    return torch.stack([error[:, i : i + length].sum(-1) for i in range(0, columns, length)], -1)

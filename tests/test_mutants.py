@@ -12,7 +12,7 @@ from torch import Tensor
 import qkv.memory.footprint as memory
 from qkv.integration.patch import quantize_
 from qkv.memory.items import Item
-from qkv.quantizers import double_quant, grouping, integer, nf4, packing, quantize, tensor
+from qkv.quantizers import calibration, double_quant, grouping, integer, nf4, packing, quantize, tensor
 from qkv.quantizers.format import Format
 from qkv.quantizers.kernels import choose, native, native_cpu, reference
 from qkv.quantizers.linear import QuantizedLinear
@@ -25,7 +25,9 @@ from tests.laws import (
     check_gradient,
     check_groups_apart,
     check_like_bitsandbytes,
+    check_nearest_codes,
     check_product,
+    check_searched_scales,
     check_stored_as_said,
     sample,
 )
@@ -63,6 +65,20 @@ def apart() -> None:
 
 def like_bitsandbytes() -> None:
     check_like_bitsandbytes(X.bfloat16(), 64)
+
+
+IMPORTANCE = sample("normal", (256,), 4).mul(3).exp()
+
+
+def searched() -> None:
+    for text in ("nf4", "int4", "int8:asym", "int4:row", "nf4:double"):
+        check_searched_scales(X, Format.parse(text), IMPORTANCE)
+        check_searched_scales(sample("spike", (4, 256), 7), Format.parse(text), IMPORTANCE)
+
+
+def nearest() -> None:
+    for text in ("nf4", "int4", "int8:asym", "nf4:double"):
+        check_nearest_codes(X, Format.parse(text), IMPORTANCE)
 
 
 def products() -> None:
@@ -223,6 +239,34 @@ def codes_without_scales(patch: Patch) -> None:
     patch.setattr(memory, "_live_item", mutant)
 
 
+def a_search_by_the_weights_alone(patch: Patch) -> None:
+    """Least error of the weights, which makes models worse."""
+    search = calibration._search
+    patch.setattr(calibration, "_search", lambda x, r, f, weights: search(x, r, f, torch.ones_like(weights)))
+
+
+def the_last_ratio_tried(patch: Patch) -> None:
+    patch.setattr(calibration, "_better", lambda first, error, second, other: (second, other))
+    patch.setattr(calibration, "RATIOS", (0.4,))
+
+
+def nested_scales_unchecked(patch: Patch) -> None:
+    errors = iter(range(10**9, 0, -1))
+    patch.setattr(calibration, "RATIOS", (0.4,))
+    patch.setattr(calibration, "_better", lambda first, error, second, other: (second, other))
+    patch.setattr(quantize, "output_error", lambda *_: torch.tensor(float(next(errors))))
+
+
+def codes_for_the_spanning_scales(patch: Patch) -> None:
+    codes = quantize._codes
+
+    def mutant(rows: Tensor, format: Format, scales: Any) -> Tensor:
+        spanning, _ = quantize._spanning(quantize._ranges(rows, format, ""), format)
+        return codes(rows, format, spanning)
+
+    patch.setattr(quantize, "_codes", mutant)
+
+
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (floor_instead_of_round, bounds),
     (tutorial_levels, bounds),
@@ -234,6 +278,10 @@ MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (no_shrunk_step, fixed),
     (scales_left_out, stored),
     (a_view_of_a_padded_storage, stored),
+    (a_search_by_the_weights_alone, searched),
+    (the_last_ratio_tried, searched),
+    (nested_scales_unchecked, searched),
+    (codes_for_the_spanning_scales, nearest),
     (no_bias, products),
     (a_kernel_that_drops_the_last_group, products),
     (a_gradient_through_the_transposed_weight, gradients),

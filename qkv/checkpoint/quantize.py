@@ -10,11 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
+from qkv.checkpoint.calibration import Importances, importance_tensor
 from qkv.checkpoint.job import Job, PieceOf, Target
 from qkv.checkpoint.output import write_model
 from qkv.checkpoint.source import Source
 from qkv.checkpoint.writer import TensorSpec
 from qkv.errors import CheckpointError, QkvError
+from qkv.integration.calibration import Calibration
+from qkv.integration.report import uncalibrated_lines
 from qkv.integration.settings import FORMAT_VERSION, Settings
 from qkv.integration.skeleton import Choice, Chooser
 from qkv.memory.items import Footprint, Item, Note
@@ -34,18 +37,21 @@ class CheckpointReport:
         before_nbytes: bytes of the source's tensors.
         left_behind: files of the source that were not copied, with the reason.
         note: how layers were told apart where transformers does not know the model; else empty.
+        uncalibrated: tensors that a calibration says nothing of.
     """
 
     footprint: Footprint
     before_nbytes: int
     left_behind: Mapping[str, str]
     note: str
+    uncalibrated: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         before, after = format_bytes(self.before_nbytes), format_bytes(self.footprint.weight_nbytes)
         lines = [f"weights {before} -> {after}", str(self.footprint)]
         if self.note:
             lines.append(self.note)
+        lines += uncalibrated_lines(self.uncalibrated)
         others = {name: why for name, why in self.left_behind.items() if why not in ("weights", "hidden")}
         lines += [f"not copied: {name} ({reason})" for name, reason in others.items()]
         return "\n".join(lines)
@@ -61,6 +67,8 @@ def quantize_checkpoint(
     overrides: Mapping[str, str | Format] | None = None,
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
+    calibrate: Calibration | str | Path | None = None,
+    samples: int = 32,
 ) -> CheckpointReport:
     """Quantize a Hugging Face model directory into a new one; everything that is not a weight comes along.
 
@@ -73,6 +81,9 @@ def quantize_checkpoint(
         format, skip, embeddings, overrides: as for :func:`qkv.quantize_`.
         max_shard_size: largest file, ``"5GB"`` or a number of bytes.
         overwrite: replace ``dst`` if it is a model directory.
+        calibrate: a text or JSON-lines file to search the scales by, a saved calibration (``.safetensors``), or a
+            :class:`qkv.Calibration`. For a text the model is loaded and run once, before anything is written.
+        samples: pieces of 512 tokens of that text to read.
 
     Raises:
         CheckpointError: a source that is damaged, unsafe, a pickle, or quantized already; a destination
@@ -87,12 +98,13 @@ def quantize_checkpoint(
         choices = {n: chooser.choose(n, e.shape, e.dtype) for n, e in source.entries.items()}
         if not any(choice.format for choice in choices.values()):
             raise QkvError(f"{source.path} has no tensor that the settings let be quantized")
-        pieces = {name: _piece(name, source, choice) for name, choice in choices.items()}
+        importances = Importances.find(source, choices, calibrate, samples)
+        pieces = {name: _piece(name, source, choice, importances) for name, choice in choices.items()}
         config = _config(source, choices, chooser.final_settings())
-        job = Job(source, pieces, config, settings.to_dict(), "quantizing")
+        job = Job(source, pieces, config, settings.to_dict() | importances.settings(), "quantizing")
         left = write_model(job, Target(dst, max_shard_size, overwrite))
         footprint = Footprint.of([_item(n, source, c) for n, c in choices.items()], _notes(source, choices))
-        return CheckpointReport(footprint, source.nbytes, left, chooser.note)
+        return CheckpointReport(footprint, source.nbytes, left, chooser.note, importances.missing)
 
 
 def refuse_quantized(source: Source) -> None:
@@ -117,24 +129,27 @@ def refuse_quantized(source: Source) -> None:
 
 @dataclass(frozen=True)
 class _Quantized:
-    """Makes the codes and scales of a tensor of the source."""
+    """Makes the codes and scales of a tensor of the source; ``importance`` is float32 by columns, as bytes."""
 
     name: str
     format: Format
     transposed: bool
+    importance: bytes | None
 
     def __call__(self, source: Source) -> dict[str, Tensor]:
         value = source.read(self.name)
-        return quantize_tensor(value.mT if self.transposed else value, self.format, name=self.name).state(self.name)
+        value = value.mT if self.transposed else value
+        importance = None if self.importance is None else importance_tensor(self.importance, value.shape)
+        return quantize_tensor(value, self.format, importance=importance, name=self.name).state(self.name)
 
 
-def _piece(name: str, source: Source, choice: Choice) -> PieceOf:
+def _piece(name: str, source: Source, choice: Choice, importances: Importances) -> PieceOf:
     entry = source.entries[name]
     if choice.format is None:
         return PieceOf((TensorSpec(name, entry.dtype, entry.shape),), None)
     layout = choice.format.layout(_quantized_shape(entry.shape, choice))
     specs = tuple(TensorSpec(name + suffix, dtype, size) for suffix, (size, dtype) in layout.items())
-    return PieceOf(specs, _Quantized(name, choice.format, choice.transposed))
+    return PieceOf(specs, _Quantized(name, choice.format, choice.transposed, importances.by_name.get(name)))
 
 
 def _quantized_shape(shape: tuple[int, ...], choice: Choice) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qkv.errors import QkvError
 from qkv.integration.announce import announce, put_marks, take_marks, withdraw
+from qkv.integration.calibration import Calibration
 from qkv.integration.mapped import detach_from_files, return_freed_memory
 from qkv.integration.report import PatchedRow, PatchReport
 from qkv.integration.select import Target, memory_key, select
@@ -31,6 +32,7 @@ def quantize_(
     skip: str | list[str] | tuple[str, ...] | None = None,
     embeddings: str | Format | None = None,
     overrides: Mapping[str, str | Format] | None = None,
+    calibration: Calibration | None = None,
 ) -> PatchReport:
     """Quantize a model's linear layers in place, on whatever device they are, and free what they held.
 
@@ -44,13 +46,14 @@ def quantize_(
         skip: module names or patterns of whole components: ``"mlp"``, ``"layers.0"``, ``"layers.*.q_proj"``.
         embeddings: format for embedding tables and the output head, for example ``"int8"``.
         overrides: other formats by pattern, ``{"self_attn": "int8", "layers.0": "keep"}``; first match counts.
+        calibration: what :func:`qkv.calibrate` collected from this model; scales are searched by it.
 
     Returns:
         What was quantized and what was not, in bytes, and why.
 
     Raises:
-        QkvError: nothing to quantize, a weight without values (meta device), NaN or infinity, or a
-            pattern that matches nothing.
+        QkvError: nothing to quantize, a weight without values (meta device), NaN or infinity, a
+            pattern that matches nothing, or a calibration of another model.
     """
     settings = Settings.parse(format, skip, embeddings, overrides)
     targets, kept = select(model, settings)
@@ -59,11 +62,22 @@ def quantize_(
     for target in targets:
         for name in target.formats:
             check_quantizable(_parameter(target.module, name), f"{target.name}.{name}".lstrip("."))
-    rows = _quantize_targets(targets)
+    if calibration is not None:
+        _check_calibration(calibration, targets)
+    rows = _quantize_targets(targets, calibration)
     detach_from_files(model)
     return_freed_memory()
     announce(model)
-    return PatchReport(rows, kept)
+    known = {} if calibration is None else calibration.importance
+    missing = [row.name for row in rows if row.name not in known] if calibration is not None else []
+    return PatchReport(rows, kept, missing)
+
+
+def _check_calibration(calibration: Calibration, targets: list[Target]) -> None:
+    parameters = {_join(t.name, name): _parameter(t.module, name) for t in targets for name in t.formats}
+    calibration.check_covers(parameters)
+    for name, parameter in parameters.items():
+        calibration.check_weight(name, parameter)
 
 
 def dequantize_(model: Model) -> Model:
@@ -119,7 +133,7 @@ def patched(model: Model, format: str | Format = "nf4", **options: Any) -> Itera
         put_marks(model, marks)
 
 
-def _quantize_targets(targets: list[Target]) -> list[PatchedRow]:
+def _quantize_targets(targets: list[Target], calibration: Calibration | None) -> list[PatchedRow]:
     """Quantize one parameter at a time, once for all modules that share it, letting each float weight go."""
     uses = Counter(memory_key(_parameter(t.module, name)) for t in targets for name in t.formats)
     shared: dict[tuple[int, ...], tuple[nn.Parameter, QuantizedTensor]] = {}
@@ -131,7 +145,8 @@ def _quantize_targets(targets: list[Target]) -> list[PatchedRow]:
                 parameter = _parameter(target.module, name)
                 key = memory_key(parameter)
                 first = key not in shared
-                weight = _quantize(target, parameter, format) if first else shared[key][1]
+                importance = None if calibration is None else calibration.importance.get(_join(target.name, name))
+                weight = _quantize(target, parameter, format, importance) if first else shared[key][1]
                 if uses[key] > 1:
                     shared[key] = (parameter, weight)
                 _hold(target, name, parameter, weight)
@@ -142,9 +157,9 @@ def _quantize_targets(targets: list[Target]) -> list[PatchedRow]:
     return rows
 
 
-def _quantize(target: Target, parameter: nn.Parameter, format: Format) -> QuantizedTensor:
+def _quantize(target: Target, parameter: nn.Parameter, format: Format, importance: Tensor | None) -> QuantizedTensor:
     value = parameter.detach().transpose(-1, -2) if target.transposed else parameter.detach()
-    return quantize_tensor(value, format, name=target.name)
+    return quantize_tensor(value, format, importance=importance, name=target.name)
 
 
 def _hold(target: Target, name: str, parameter: nn.Parameter, weight: QuantizedTensor) -> None:

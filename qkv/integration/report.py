@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from qkv.integration.select import Kept
@@ -21,10 +22,12 @@ class PatchedRow:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """The quantized parameters, and the modules with matrices that were kept, with the reason."""
+    """The quantized parameters, the modules with matrices that were kept, with the reason, and the parameters that a
+    calibration said nothing of."""
 
     quantized: list[PatchedRow]
     kept: list[Kept]
+    uncalibrated: list[str] = field(default_factory=list)
 
     @property
     def before_nbytes(self) -> int:
@@ -44,7 +47,8 @@ class PatchReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
         totals = {n: getattr(self, n) for n in ("before_nbytes", "after_nbytes", "kept_nbytes")}
-        return {"quantized": [asdict(r) for r in self.quantized], "kept": [asdict(r) for r in self.kept], **totals}
+        rows = {"quantized": [asdict(r) for r in self.quantized], "kept": [asdict(r) for r in self.kept]}
+        return {**rows, "uncalibrated": self.uncalibrated, **totals}
 
     def __str__(self) -> str:
         formats = ", ".join(sorted({row.format for row in self.quantized}))
@@ -59,4 +63,13 @@ class PatchReport:
             size = format_bytes(sum(row.nbytes for row in rows))
             names = rows[0].name + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
             lines.append(f"not quantized, {size}: {names} ({reason})")
+        lines += uncalibrated_lines(self.uncalibrated)
         return "\n".join(lines)
+
+
+def uncalibrated_lines(names: Sequence[str]) -> list[str]:
+    """A line on the weights whose scales span their groups, for a calibration knows nothing of them; or none."""
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [f"not in the calibration, scales by the largest value: {names[0]}{more}"]

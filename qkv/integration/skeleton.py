@@ -26,11 +26,12 @@ OTHER_NAMES = ("gate", "shared_expert_gate", "relative_attention_bias", "score",
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of one tensor: a format, or None and the reason."""
+    """What becomes of one tensor: a format, or None and the reason; and the parameter that it is, or is part of."""
 
     format: Format | None
     reason: str = ""
     transposed: bool = False
+    parameter: str = ""
 
 
 class Chooser:
@@ -79,7 +80,7 @@ class Chooser:
             return Choice(None, "transformers takes it apart or together while loading")
         self._covered.add(id(target.module._parameters[found.rpartition(".")[2]]))
         columns = shape[-2] if target.transposed else shape[-1]
-        return Choice(parameter_format(found, target.format, columns), transposed=target.transposed)
+        return Choice(parameter_format(found, target.format, columns), transposed=target.transposed, parameter=found)
 
     def final_settings(self) -> Settings:
         """The settings to write: modules that no tensor of the files could be quantized for are skipped."""

@@ -28,8 +28,8 @@ def from_groups(groups: Tensor, columns: int) -> Tensor:
     return groups.reshape(num_rows, groups.shape[1] * groups.shape[2])[:, :columns]
 
 
-def row_chunks(num_rows: int, columns: int) -> Iterator[slice]:
-    """Slices of rows that together cover all of them, each of about ``CHUNK_ELEMENTS`` elements."""
-    step = max(1, CHUNK_ELEMENTS // max(columns, 1))
+def row_chunks(num_rows: int, columns: int, elements: int | None = None) -> Iterator[slice]:
+    """Slices of rows that together cover all of them, each of about ``elements`` (``CHUNK_ELEMENTS``) elements."""
+    step = max(1, (elements or CHUNK_ELEMENTS) // max(columns, 1))
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))

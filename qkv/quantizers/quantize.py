@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from math import ceil, prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qkv.errors import QkvError
-from qkv.quantizers import integer, nf4
+from qkv.quantizers import integer
+from qkv.quantizers.calibration import check_importance, output_error, search_scales
 from qkv.quantizers.double_quant import NestedScale, decode_scale, encode_scale
 from qkv.quantizers.format import Format
 from qkv.quantizers.grouping import row_chunks, to_groups
 from qkv.quantizers.kernels import native
 from qkv.quantizers.packing import pack_nibbles
+from qkv.quantizers.scales import Range, Scales, encode, scales_of, spanning_scales
 from qkv.quantizers.tensor import QuantizedTensor
 
 SOURCE_DTYPES = tuple(
@@ -23,24 +24,23 @@ SOURCE_DTYPES = tuple(
 """Dtypes that can be quantized; each gives what its float32 value gives."""
 
 
-class _Range(NamedTuple):
-    """Smallest and largest value of each group, ``float32 [rows, groups]``, with 0 between them."""
-
-    low: Tensor
-    high: Tensor
-
-
-def quantize_tensor(x: Tensor, format: str | Format = "nf4", *, name: str = "tensor") -> QuantizedTensor:
+def quantize_tensor(
+    x: Tensor, format: str | Format = "nf4", *, importance: Tensor | None = None, name: str = "tensor"
+) -> QuantizedTensor:
     """Quantize a float tensor, group by group along its last dimension.
 
     Args:
         x: ``[..., out, in]``, 1-D or more, float32, bfloat16, float16, float64 or float8; any strides;
             it is not changed.
         format: a :class:`Format` or its spelling, ``"nf4"``, ``"int8:g64:asym"``, ``"int4:row:double"``.
+        importance: mean squares of the inputs that meet each column, ``[in]``, or ``[experts, in]`` for a stack;
+            scales are then searched to keep the layer's outputs close (see :mod:`qkv.quantizers.calibration`).
+            The layout is the same. None takes the scales that span each group.
         name: what error messages call the tensor.
 
     Raises:
-        QkvError: a dtype that is not a float, a NaN, an infinity, or a value beyond float32's range.
+        QkvError: a dtype that is not a float, a NaN, an infinity, a value beyond float32's range, or an importance
+            that does not fit.
 
     Example:
         >>> t = quantize_tensor(torch.randn(64, 256), "int8:g64")
@@ -50,13 +50,15 @@ def quantize_tensor(x: Tensor, format: str | Format = "nf4", *, name: str = "ten
     format = Format.parse(format)
     _check(x, name)
     rows = _rows(x)
-    found = _natively(rows, format)
+    found = _natively(rows, format) if importance is None else None
     if found is not None:
         return _assemble(x, format, *found)
     ranges = _ranges(rows, format, name)
-    scale, zero, nested = _scales(ranges, format)
-    codes = _codes(rows, format, ranges, scale, zero)
-    return _assemble(x, format, codes, nested or scale, zero)
+    if importance is not None:
+        check_importance(importance, tuple(x.shape), format, name)
+        return _searched(x, ranges, format, importance.to(x.device))
+    coding, stored = _spanning(ranges, format)
+    return _assemble(x, format, _codes(rows, format, coding), stored, coding.zero)
 
 
 def _natively(rows: Tensor, format: Format) -> tuple[Tensor, Tensor | NestedScale, Tensor | None] | None:
@@ -107,7 +109,7 @@ def _chunks(rows: Tensor, length: int) -> list[slice]:
     return list(row_chunks(rows.shape[0], max(rows.shape[1], length)))
 
 
-def _ranges(rows: Tensor, format: Format, name: str) -> _Range:
+def _ranges(rows: Tensor, format: Format, name: str) -> Range:
     """Range of every group; the whole tensor counts as one group under ``tensor``."""
     num_rows, columns = rows.shape
     length = format.group_length(columns)
@@ -124,7 +126,7 @@ def _ranges(rows: Tensor, format: Format, name: str) -> _Range:
         zero = low.new_zeros(1)
         low, high = torch.cat((zero, low.flatten())).amin(), torch.cat((zero, high.flatten())).amax()
         low, high = low.reshape(1, 1), high.reshape(1, 1)
-    return _Range(low, high)
+    return Range(low, high)
 
 
 def _refuse_non_finite(rows: Tensor, name: str) -> None:
@@ -145,38 +147,42 @@ def _refuse_non_finite(rows: Tensor, name: str) -> None:
     )
 
 
-def _scales(ranges: _Range, format: Format) -> tuple[Tensor, Tensor | None, NestedScale | None]:
-    """Scales as they will be read back, zero points, and the 8-bit form of the scales if asked for."""
-    absmax = torch.maximum(-ranges.low, ranges.high)
-    zero = None
-    if format.name == "nf4":
-        scale = absmax
-    elif format.symmetric:
-        scale = integer.symmetric_scale(absmax, format.bits)
-    else:
-        scale, zero = integer.asymmetric_scale(ranges.low, ranges.high, format.bits)
+def _spanning(ranges: Range, format: Format) -> tuple[Scales, Tensor | NestedScale]:
+    """Scales and zero points under which codes are chosen, and the scales as they are stored."""
+    scales = spanning_scales(ranges, format)
     if not format.double_quant:
-        return scale, zero, None
-    nested = encode_scale(scale, never_below=format.name != "nf4")
+        return scales, scales.scale
+    nested = encode_scale(scales.scale, never_below=format.name != "nf4")
+    if format.name == "nf4":  # as bitsandbytes does it
+        return scales, nested
     scale = decode_scale(nested, format.scale_limit)
-    if zero is not None:
-        zero = integer.zero_point(ranges.low, scale, format.bits)
-    return scale, zero, nested
+    zero = None if scales.zero is None else integer.zero_point(ranges.low, scale, format.bits)
+    return Scales(scale, zero), nested
 
 
-def _codes(rows: Tensor, format: Format, ranges: _Range, scale: Tensor, zero: Tensor | None) -> Tensor:
+def _searched(x: Tensor, ranges: Range, format: Format, importance: Tensor) -> QuantizedTensor:
+    """``x`` under searched scales. Nesting changes them a little: then the better set counts, as a whole."""
+    rows, stored = _rows(x), None
+    scales = search_scales(rows, ranges, format, importance)
+    if format.double_quant:
+        stored = encode_scale(scales.scale, never_below=False)
+        scales = scales._replace(scale=decode_scale(stored, format.scale_limit))
+    result = _assemble(x, format, _codes(rows, format, scales), stored or scales.scale, scales.zero)
+    if stored is None:
+        return result
+    plain = quantize_tensor(x, format)
+    errors = [float(output_error(x, each, importance).sum(dtype=torch.float64)) for each in (plain, result)]
+    return result if errors[1] < errors[0] else plain
+
+
+def _codes(rows: Tensor, format: Format, scales: Scales) -> Tensor:
     num_rows, columns = rows.shape
     (_, *stored), dtype = format.layout((num_rows, columns))[""]
     codes = torch.empty((num_rows, *stored), dtype=dtype, device=rows.device)
     length = format.group_length(columns)
-    absmax = torch.maximum(-ranges.low, ranges.high)
     for part in _chunks(rows, length) if columns else []:
         groups = to_groups(rows[part].to(torch.float32), length)
-        pick = slice(0, 1) if format.group_size == "tensor" else part
-        if format.name == "nf4":
-            chunk = nf4.encode(groups, absmax[pick].expand(groups.shape[:2]))
-        else:
-            chunk = integer.encode(groups, scale[pick], None if zero is None else zero[pick], format.bits)
+        chunk = encode(groups, scales_of(scales, part, groups.shape, format), format)
         codes[part] = chunk if format.bits == 8 else pack_nibbles(chunk)
     return codes
 

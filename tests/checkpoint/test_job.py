@@ -11,7 +11,8 @@ import pytest
 import qkv.checkpoint.dequantize as dequantize
 import qkv.checkpoint.quantize as quantize
 from qkv.checkpoint.job import Job
-from tests.helpers import assert_same_tensors
+from qkv.integration.calibrate import calibrate
+from tests.helpers import assert_same_tensors, letters_tokenizer, tiny
 
 Checkpoint = Callable[..., Path]
 
@@ -29,7 +30,8 @@ def test_a_job_is_a_value_that_another_process_can_do(
             return write(job, target)
 
         monkeypatch.setattr(module, "write_model", spy)
-    quantize.quantize_checkpoint(checkpoint(family), tmp_path / "q", "nf4")
+    calibration = calibrate(tiny(family), letters_tokenizer(), "abc" * 30, samples=2, window=16)
+    quantize.quantize_checkpoint(checkpoint(family), tmp_path / "q", "nf4", calibrate=calibration)
     dequantize.dequantize_checkpoint(tmp_path / "q", tmp_path / "d")
     assert len(jobs) == 2
     for job in jobs:
