@@ -1,12 +1,14 @@
 """Perplexity by format, bitsandbytes' own NF4 beside ours, computed in float32.
 
-python -m benchmarks.accuracy MODEL_DIR TEXT_FILE [--windows 8] [--json FILE]
+python -m benchmarks.accuracy MODEL_DIR TEXT_FILE [--windows 8] [--calibrate OTHER_TEXT] [--only WORD] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("int4", "int4", {}),
     ("int4:asym", "int4:asym", {}),
 )
+CALIBRATED = ("int8", "nf4", "nf4:double", "int4", "int4:asym")
+SAMPLES = 16
+"""Pieces of 512 tokens of the other text that scales are searched with."""
 
 
 def bitsandbytes_weights_(model: torch.nn.Module, double: bool) -> None:
@@ -46,12 +51,17 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("text")
     parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--calibrate", help="a text apart from TEXT_FILE")
+    parser.add_argument("--only", default="", help="rows whose name holds this")
     parser.add_argument("--json")
     options = parser.parse_args()
     text, tokenizer = Path(options.text).read_text(encoding="utf-8"), load_tokenizer(options.model)
     rows = []
 
-    def measure(name: str, model: Any, bits: float | None) -> None:
+    def measure(name: str, make: Callable[[], tuple[Any, float | None]]) -> None:
+        if options.only not in name:
+            return
+        model, bits = make()
         value = perplexity(model, tokenizer, text, window=512, num_windows=options.windows).value
         rows.append({"weights": name, "bits_per_weight": bits, "perplexity": value})
         print(
@@ -62,17 +72,27 @@ def main() -> None:
     def fresh() -> Any:
         return qkv.load(options.model)
 
-    measure("bfloat16", fresh().float(), 16.0)
-    for double in (False, True):
+    def rounded(double: bool) -> tuple[Any, None]:
         model = fresh()
         bitsandbytes_weights_(model, double)
-        name = "bitsandbytes nf4" + (" double" if double else "")
-        measure(name, model.float(), None)
-    for name, format, settings in ROWS:
+        return model.float(), None
+
+    def quantized(format: str, **settings: Any) -> tuple[Any, float]:
         model = fresh()
         qkv.quantize_(model, format, **settings)
         bits = qkv.footprint(model).bits_per_weight
-        measure(name, model.float(), bits)
+        return model.float(), bits
+
+    measure("bfloat16", lambda: (fresh().float(), 16.0))
+    measure("bitsandbytes nf4", partial(rounded, False))
+    measure("bitsandbytes nf4 double", partial(rounded, True))
+    for name, format, settings in ROWS:
+        measure(name, partial(quantized, format, **settings))
+    if options.calibrate:
+        other = Path(options.calibrate).read_text(encoding="utf-8")
+        calibration = qkv.calibrate(fresh(), tokenizer, other, samples=SAMPLES)
+        for format in CALIBRATED:
+            measure(f"{format}, calibrated", partial(quantized, format, calibration=calibration))
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
