@@ -12,7 +12,7 @@
 
 #include <stdlib.h>
 
-#include "avx512.h"
+#include "avx512_strips.h"
 
 /* Constants of the compiler's, by which the kernels are specialized. */
 struct shape {
@@ -65,20 +65,6 @@ TARGET static void order_exact(const float *x, float *to, int bits)
         _mm512_store_ps(to + 16 * v, _mm512_i32gather_ps(lanes, x + (bits == 4 ? v ^ 1 : v), 4));
 }
 
-/* 128 elements: 4 word + vector, the two of a byte exchanged, to [vector][word]. */
-TARGET static void order_nibbles(const uint16_t *x, __m512i *to)
-{
-    static const uint16_t words[32] = {0,  4,  8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60,
-                                       0,  4,  8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60};
-    __m512i iota = _mm512_loadu_si512(words);
-    for (int v = 0; v < 4; ++v) {
-        __m512i pick = _mm512_add_epi16(iota, _mm512_set1_epi16((short)(v ^ 1)));
-        __m512i first = _mm512_permutex2var_epi16(_mm512_load_si512(x), pick, _mm512_load_si512(x + 32));
-        __m512i second = _mm512_permutex2var_epi16(_mm512_load_si512(x + 64), pick, _mm512_load_si512(x + 96));
-        to[v] = _mm512_mask_blend_epi16(0xffff0000u, first, second);
-    }
-}
-
 /* Eight elements at a time, in the order in which unpacking the bytes of a vector gives them. */
 TARGET static void order_bytes(const uint16_t *x, __m512i *to, int path)
 {
@@ -117,7 +103,7 @@ TARGET static void prepare_chunk(struct qkv_linear_job *job, ptrdiff_t m, ptrdif
     ptrdiff_t count = left < 0 ? 0 : left < length ? left : length;
     memset(halves + count, 0, (size_t)(length - count) * 2);
     if (count) memcpy(halves, (const uint16_t *)job->x + from, (size_t)count * 2);
-    if (bits == 4) order_nibbles(halves, (__m512i *)to);
+    if (bits == 4) qkv_order_nibbles(halves, (__m512i *)to);
     else order_bytes(halves, (__m512i *)to, path);
     if (job->w.zero) _mm512_store_ps(job->psum + at * 16, lane_sums((__m512i *)to, vectors));
 }
@@ -390,7 +376,7 @@ INLINE void tile(const struct qkv_linear_job *job, const ptrdiff_t *row, const s
     QKV_UNROLL
     for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
     const __m512 levels = s.bits == 4 ? four_bit_levels(w) : _mm512_setzero_ps();
-    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(levels, levels);
+    const __m512i halves = qkv_halved_levels(w);
     ptrdiff_t c = 0;
     for (; c < job->whole; ++c) chunk_any(job, &rows, c, 1, levels, halves, acc, s);
     for (; c < job->chunks; ++c) chunk_any(job, &rows, c, 0, levels, halves, acc, s);
@@ -425,17 +411,7 @@ INLINE void stream(const struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t 
         kernel_##bits##EXACT##zero##4};
 #define KERNELS(bits, path, zero)                                                                               \
     KERNEL(bits, path, zero, 1, 4)                                                                              \
-    KERNEL(bits, path, zero, 2, 4)                                                                              \
-    KERNEL(bits, path, zero, 3, 2)                                                                              \
-    KERNEL(bits, path, zero, 4, 2)                                                                              \
-    KERNEL(bits, path, zero, 5, 2)                                                                              \
-    KERNEL(bits, path, zero, 6, 2)                                                                              \
-    KERNEL(bits, path, zero, 7, 2)                                                                              \
-    KERNEL(bits, path, zero, 8, 2)                                                                              \
-    static const qkv_body kernels_##bits##path##zero[] = {                                                      \
-        kernel_##bits##path##zero##1, kernel_##bits##path##zero##2, kernel_##bits##path##zero##3,               \
-        kernel_##bits##path##zero##4, kernel_##bits##path##zero##5, kernel_##bits##path##zero##6,               \
-        kernel_##bits##path##zero##7, kernel_##bits##path##zero##8};
+    static const qkv_body kernels_##bits##path##zero[] = {kernel_##bits##path##zero##1};
 EXACT_KERNELS(4, 0)
 EXACT_KERNELS(4, 1)
 EXACT_KERNELS(8, 0)
@@ -460,16 +436,18 @@ static int is_fast(const struct qkv_linear_job *job) { return job->fast && job->
 /* A lane must not hold codes of two groups. */
 static int is_aligned(const struct qkv_linear_job *job) { return job->w.group % 16 == 0 || job->w.groups == 1; }
 
-/* x in fp32 for more rows than four does not fit the nearest cache. */
+/* x in fp32 for more rows than four does not fit the nearest cache; in bf16, the copy of x is kept below 8 MB. */
 ptrdiff_t qkv_avx512_most_rows(const struct qkv_linear_job *job)
 {
     if (!is_aligned(job)) return qkv_avx2_ops.most_rows(job);
-    return is_fast(job) ? 8 : 4;
+    ptrdiff_t fitting = ((ptrdiff_t)4 << 20) / (job->w.in + 1);
+    return !is_fast(job) ? 4 : fitting > 16 ? fitting : 16;
 }
 
 qkv_body qkv_avx512_linear(struct qkv_linear_job *job)
 {
     if (!is_aligned(job)) return qkv_avx2_ops.linear(job);
+    if (is_fast(job) && job->rows > 1) return job->rows <= TILE_ROWS ? qkv_avx512_few(job) : qkv_avx512_many(job);
     int bits = job->w.kind == QKV_INT8 ? 8 : 4;
     int path = !is_fast(job) ? EXACT : bits == 8 && job->w.group % 64 == 0 ? WIDE : BFLOAT;
     int length = chunk_length(bits, path);

@@ -55,11 +55,11 @@ void qkv_for(ptrdiff_t count, ptrdiff_t step, int threads, qkv_body body, void *
     run_parallel(drain, &loop, (unsigned)threads, 0);
 }
 
-/* Four helpings a thread, so that one that was held up does not hold up the others; whole multiples of eight rows. */
-static ptrdiff_t helping(ptrdiff_t count, int threads)
+/* Four helpings a thread, so that one that was held up does not hold up the others; whole multiples of `unit`. */
+static ptrdiff_t helping(ptrdiff_t count, ptrdiff_t unit, int threads)
 {
     ptrdiff_t step = (count + 4 * threads - 1) / (4 * threads);
-    return (step + 7) / 8 * 8;
+    return (step + unit - 1) / unit * unit;
 }
 
 /* Below this many multiplications a second thread costs more than it brings. */
@@ -120,16 +120,17 @@ QKV_EXPORT int qkv_linear(const void *x, const void *codes, const float *scale, 
     whole.dtype = dtype;
     whole.bias_dtype = bias_dtype;
     whole.fast = fast;
+    whole.unit = 8;
     const ptrdiff_t most = ops->most_rows(&whole);
     for (ptrdiff_t start = 0; start < rows && out; start += most) {
         struct qkv_linear_job job = whole;
         job.x = (const char *)x + start * in * size;
         job.y = (char *)y + start * out * size;
         job.rows = rows - start < most ? rows - start : most;
+        job.threads = useful_threads(threads, out * in * (job.rows + 3) / 4);
         qkv_body body = ops->linear(&job);
         if (!body) return 1;
-        int used = useful_threads(threads, out * in * (job.rows + 3) / 4);
-        qkv_for(out, helping(out, used), used, body, &job);
+        qkv_for(out, helping(out, job.unit, job.threads), job.threads, body, &job);
         free(job.scratch);
     }
     return 0;
@@ -140,7 +141,7 @@ QKV_EXPORT void qkv_dequantize(const void *codes, const float *scale, const uint
 {
     struct qkv_dequantize_job job = {weight(codes, scale, zero, kind, out, in, group), y, dtype};
     int used = useful_threads(threads, out * in);
-    qkv_for(out, helping(out, used), used, ops->dequantize, &job);
+    qkv_for(out, helping(out, 8, used), used, ops->dequantize, &job);
 }
 
 /* Returns 1 when x holds NaN or infinity, otherwise 0. */
@@ -155,7 +156,7 @@ QKV_EXPORT int qkv_quantize(const void *x, void *codes, float *scale, uint8_t *z
     job.groups = (in + group - 1) / group;
     job.group_bytes = kind == QKV_INT8 ? group : (group + 1) / 2;
     int used = useful_threads(threads, out * in);
-    qkv_for(out, helping(out, used), used, ops->quantize, &job);
+    qkv_for(out, helping(out, 8, used), used, ops->quantize, &job);
     return job.not_finite;
 }
 
@@ -196,6 +197,6 @@ static void read_lines(void *pointer, ptrdiff_t begin, ptrdiff_t end)
 QKV_EXPORT uint64_t qkv_read(const void *from, ptrdiff_t bytes, int threads)
 {
     struct read_job job = {from, 0};
-    qkv_for(bytes / 64, helping(bytes / 64, threads), threads, read_lines, &job);
+    qkv_for(bytes / 64, helping(bytes / 64, 8, threads), threads, read_lines, &job);
     return job.sum;
 }

@@ -42,7 +42,7 @@ struct qkv_linear_job {
     struct qkv_weight w;
     const void *x, *bias;
     void *y; /* [rows, out], in x's dtype */
-    int dtype, bias_dtype, fast;
+    int dtype, bias_dtype, fast, threads;
     ptrdiff_t rows;
 
     /* What `linear` makes of x, once a call; the layouts belong to each back end. */
@@ -53,6 +53,8 @@ struct qkv_linear_job {
     int32_t *first;    /* [chunks] */
     int needed;        /* scales a chunk takes at most */
     ptrdiff_t chunks, whole; /* chunks of a row; the first `whole` may be read without looking at the row's end */
+    ptrdiff_t tiles;         /* of x: rows that are worked on together */
+    ptrdiff_t unit;          /* output features that are worked on together */
 };
 
 struct qkv_dequantize_job {

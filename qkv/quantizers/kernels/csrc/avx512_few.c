@@ -1,0 +1,134 @@
+/* AVX-512: products of two to twelve rows of x; the codes are unpacked to registers and used at once.
+ *
+ * What a row of x gives does not depend on how many rows there are.
+ */
+#include "native.h"
+
+#if QKV_X86
+
+#include "avx512_strips.h"
+
+/* Sums of M rows of x and two strips: `sum` over the group so far, `total` with its scales. */
+struct unused_sums {
+    __m512 sum[TILE_ROWS][2];
+    float *total; /* [M][32] */
+};
+
+/* Unit `i` of both strips times the pairs of x that belong to it. */
+INLINE void multiply(const __m512i *raw, const int32_t *x, __m512 (*sum)[2], __m512i table, const __m512i *offset,
+                     const int M, const int bits, const int zero)
+{
+    QKV_UNROLL
+    for (int v = 0; v < unit_length(bits) / 2; ++v) {
+        __m512bh left = (__m512bh)unpack(raw[0], v, table, offset[0], bits, zero);
+        __m512bh right = (__m512bh)unpack(raw[16], v, table, offset[1], bits, zero);
+        QKV_UNROLL
+        for (int m = 0; m < M; ++m) {
+            __m512bh pair = (__m512bh)_mm512_set1_epi32(x[v * M + m]);
+            sum[m][0] = _mm512_dpbf16_ps(sum[m][0], pair, left);
+            sum[m][1] = _mm512_dpbf16_ps(sum[m][1], pair, right);
+        }
+    }
+}
+
+/* Adds the sums over a group to `total` [M][32], scaled. */
+INLINE void scale_up(__m512 (*sum)[2], const float *scale, float *total, const int M)
+{
+    QKV_UNROLL
+    for (int i = 0; i < 2; ++i) {
+        __m512 factor = _mm512_load_ps(scale + 16 * i);
+        QKV_UNROLL
+        for (int m = 0; m < M; ++m) {
+            float *to = total + m * WIDE + 16 * i;
+            _mm512_store_ps(to, _mm512_fmadd_ps(sum[m][i], factor, _mm512_load_ps(to)));
+            sum[m][i] = _mm512_setzero_ps();
+        }
+    }
+    __asm__ volatile("" ::: "memory"); /* lest `total` be kept in registers that the loops need */
+}
+
+/* Thirty-two output features. */
+INLINE void strips_times_x(const struct qkv_linear_job *job, const struct strip *strips, const float *scale,
+                           const int32_t *offsets, float *total, __m512i table, const int M, const int bits,
+                           const int zero)
+{
+    const int unit = unit_length(bits);
+    __m512i raw[2][32]; /* of this block and of the next */
+    __m512 sum[TILE_ROWS][2];
+    __m512i offset[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    QKV_UNROLL
+    for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
+    const int32_t *x = job->px;
+    const ptrdiff_t group_units = job->w.groups > 1 ? job->w.group / unit : job->chunks * 16;
+    ptrdiff_t units = group_units, groups = job->w.groups;
+    for (int i = 0; i < 2; ++i) {
+        load_block(job, strips + i, 0, raw[0] + 16 * i);
+        if (zero) offset[i] = _mm512_load_si512(offsets + 16 * i);
+    }
+    for (ptrdiff_t c = 0; c < job->chunks; ++c) {
+        for (int half = 0; half < 2; ++half) {
+            for (int i = 8 * half; i < 8 * half + 8; ++i, x += unit / 2 * M) {
+                multiply(raw[c & 1] + i, x, sum, table, offset, M, bits, zero);
+                if (--units) continue;
+                scale_up(sum, scale, total, M);
+                if (!--groups) return;
+                scale += WIDE, offsets += WIDE, units = group_units;
+                for (int k = 0; zero && k < 2; ++k) offset[k] = _mm512_load_si512(offsets + 16 * k);
+            }
+            if (c + 1 < job->chunks) load_block(job, strips + half, c + 1, raw[~c & 1] + 16 * half);
+        }
+    }
+}
+
+INLINE void few(const struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t end, const int M, const int bits,
+                const int zero)
+{
+    const __m512i table = table_of(&job->w, bits, zero);
+    const size_t groups = (size_t)(job->w.groups * WIDE) * 4;
+    char *room = malloc(2 * groups + 64);
+    if (!room) abort();
+    float *scale = (float *)(((uintptr_t)room + 63) & ~(uintptr_t)63);
+    int32_t *offsets = (int32_t *)((char *)scale + groups);
+    for (ptrdiff_t row = begin; row < end; row += WIDE) {
+        __attribute__((aligned(64))) float total[TILE_ROWS * WIDE] = {0};
+        struct strip strips[2] = {strip_at(job, row, end), strip_at(job, row + 16, end)};
+        for (int i = 0; i < 2; ++i) {
+            order_scales(job, strips + i, scale + 16 * i);
+            if (zero) order_zeros(job, strips + i, offsets + 16 * i, bits);
+        }
+        strips_times_x(job, strips, scale, offsets, total, table, M, bits, zero);
+        finish(job, total, row, end - row < WIDE ? end - row : WIDE);
+    }
+    free(room);
+}
+
+#define FEW(bits, zero, M)                                                                                      \
+    TARGET static void few_##bits##zero##_##M(void *job, ptrdiff_t begin, ptrdiff_t end)                        \
+    {                                                                                                           \
+        few(job, begin, end, M, bits, zero);                                                                    \
+    }
+#define FEWS(bits, zero)                                                                                        \
+    FEW(bits, zero, 2)                                                                                          \
+    FEW(bits, zero, 3)                                                                                          \
+    FEW(bits, zero, 4)                                                                                          \
+    FEW(bits, zero, 5)                                                                                          \
+    FEW(bits, zero, 6)                                                                                          \
+    FEW(bits, zero, 7)                                                                                          \
+    FEW(bits, zero, 8)                                                                                          \
+    FEW(bits, zero, 9)                                                                                          \
+    FEW(bits, zero, 10)                                                                                         \
+    FEW(bits, zero, 11)                                                                                         \
+    FEW(bits, zero, 12)
+#define NAMES(name) {name##2, name##3, name##4, name##5, name##6, name##7, name##8, name##9, name##10, name##11, name##12}
+FEWS(4, 0)
+FEWS(4, 1)
+FEWS(8, 0)
+FEWS(8, 1)
+static const qkv_body bodies[2][2][TILE_ROWS - 1] = {{NAMES(few_40_), NAMES(few_41_)}, {NAMES(few_80_), NAMES(few_81_)}};
+
+qkv_body qkv_avx512_few(struct qkv_linear_job *job)
+{
+    return qkv_avx512_order(job) ? bodies[bits_of(job) == 8][job->w.zero != NULL][job->rows - 2] : NULL;
+}
+
+#endif
