@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from qkv.quantizers.double_quant import NestedScale, decode_scale
 from qkv.quantizers.format import Format
 from qkv.quantizers.grouping import from_groups, row_chunks
 from qkv.quantizers.packing import unpack_nibbles
+
+if TYPE_CHECKING:
+    from qkv.quantizers.kernels.ready import ReadyWeight
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +35,7 @@ class QuantizedTensor:
         scale_absmax, scale_offset: second-level scales under double quantization.
         packed: a copy in the layout of a kernel that needs one, see :mod:`qkv.quantizers.kernels.packed`; not
             part of :attr:`nbytes`.
+        ready: what the native library needs to know of the tensor, kept after its first product.
         slices: the slices handed out, which keep packed copies of their own.
     """
 
@@ -44,6 +49,7 @@ class QuantizedTensor:
     scale_offset: Tensor | None = None
     packed: tuple[Tensor, ...] | None = field(default=None, init=False)
     packed_stamp: tuple[tuple[int, int], ...] = field(default=(), init=False)
+    ready: ReadyWeight | None = field(default=None, init=False)
     slices: dict[int, QuantizedTensor] = field(default_factory=dict, init=False)
 
     @property

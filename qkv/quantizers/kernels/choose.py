@@ -83,6 +83,9 @@ def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    ready = weight.ready
+    if ready is not None and ready.takes(x) and ready.reads(weight):
+        return ready.linear(x, _cast(bias, x))
     out_features, in_features = weight.shape
     if x.shape[-1] != in_features:
         raise QkvError(f"x has {x.shape[-1]} features and the weight takes {in_features}")

@@ -4,8 +4,8 @@ It reads the stored codes as they are (no packed copy) and runs on the threads o
 back ends is chosen by the processor: ``avx512`` (with VBMI and BF16), ``avx2`` or ``portable``. The
 environment variable ``QKV_KERNELS`` may force a lower one, or ``reference`` to do without the library.
 
-The functions here are called once a layer and token, so they check nothing: tensors are contiguous and
-on the CPU, shapes and dtypes are those that the docstrings state. Ask :func:`supports` first.
+The functions here are called often, so they check nothing: tensors are contiguous and on the CPU, shapes
+and dtypes are those that the docstrings state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ KINDS: Final = {"int8": 0, "int4": 1, "nf4": 2}
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_ROWS: Final = 16
 """Rows of x one pass over the weight serves; above a few dozen, dequantizing panels is faster."""
+ANY_ROWS: Final = 2**62
+"""Where the kernels unpack panels themselves and multiply them at the processor's full speed."""
 
+_level: str = LEVELS[0]
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
 
 
@@ -50,15 +53,21 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         return None, f"{path.name} does not load ({error}); reinstall: pip install --force-reinstall --no-deps qkv"
     _declare(library)
     library.qkv_set_parallel(_parallel_address())
-    library.qkv_set_level(LEVELS.index(wanted) if wanted in LEVELS else len(LEVELS) - 1)
+    _set_level(library, wanted if wanted in LEVELS else LEVELS[-1])
     return library, None
+
+
+def _set_level(library: ctypes.CDLL, name: str) -> str:
+    global _level
+    _level = LEVELS[library.qkv_set_level(LEVELS.index(name))]
+    return _level
 
 
 def _declare(library: ctypes.CDLL) -> None:
     library.qkv_set_parallel.argtypes = [_POINTER]
     library.qkv_set_parallel.restype = None
     library.qkv_set_level.argtypes = [_INT]
-    library.qkv_linear.argtypes = [_POINTER] * 6 + [_SIZE] * 4 + [_INT] * 5
+    library.qkv_linear.argtypes = [_POINTER] * 4 + [_SIZE, _INT]
     library.qkv_dequantize.argtypes = [_POINTER] * 4 + [_SIZE] * 3 + [_INT] * 3
     library.qkv_dequantize.restype = None
     library.qkv_quantize.argtypes = [_POINTER] * 4 + [_SIZE] * 3 + [_INT] * 5
@@ -92,93 +101,23 @@ def unavailable() -> str | None:
 
 def level() -> str:
     """The back end in use: ``"avx512"``, ``"avx2"`` or ``"portable"``."""
-    assert _library is not None
-    return LEVELS[_library.qkv_get_level()]
+    return _level
 
 
 def set_level(name: str) -> str:
     """Use the back end ``name``, or the best below it that the processor has; returns the one in use."""
+    return _set_level(library(), name)
+
+
+def library() -> ctypes.CDLL:
+    """The library itself, for those who call it; it must be live."""
     assert _library is not None
-    return LEVELS[_library.qkv_set_level(LEVELS.index(name))]
+    return _library
 
 
-def supports(kind: str, group_size: int, x_dtype: torch.dtype, rows: int, in_features: int) -> str | None:
-    """Why :func:`linear` should not be used for such a product; None when it should.
-
-    Args:
-        kind: ``"int8"``, ``"int4"`` or ``"nf4"``.
-        group_size: elements of a stored group.
-        x_dtype: dtype of x.
-        rows: rows of x.
-        in_features: columns of the weight.
-    """
-    if _library is None:
-        return _reason
-    if kind not in KINDS:
-        return f"no native kernel for {kind}"
-    if x_dtype not in DTYPES:
-        return f"no native kernel for {x_dtype}"
-    if group_size % 16 and group_size < in_features:
-        return f"groups of {group_size} are no multiple of 16"
-    if rows > MAX_ROWS:
-        return f"{rows} rows: above {MAX_ROWS}, dequantized panels are faster"
-    return None
-
-
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    *,
-    kind: str,
-    in_features: int,
-    group_size: int,
-    exact: bool = False,
-) -> Tensor:
-    """``x @ weight.T + bias`` straight from the stored codes, accumulated in float32.
-
-    Two modes. The exact one multiplies in float32 (within 1e-5 of the float64 product) and always runs
-    for float32 and float16 x. The fast one runs for bfloat16 x, unless ``exact``: products of bfloat16,
-    exact for integer codes, while the levels of nf4 are rounded to bfloat16 (within 3e-3).
-
-    Args:
-        x: ``[rows, in]``, float32, bfloat16 or float16, contiguous.
-        codes: ``[out, groups, bytes of a group]``, int8 or uint8.
-        scale: float32 ``[out, groups]``.
-        zero: uint8 ``[out, groups]``, or None for symmetric formats.
-        bias: ``[out]``, float32, bfloat16 or float16, or None.
-        kind: ``"int8"``, ``"int4"`` or ``"nf4"``.
-        in_features: columns of the weight.
-        group_size: elements of a stored group.
-        exact: float32 products for bfloat16 x too.
-
-    Returns:
-        ``[rows, out]`` in x's dtype.
-    """
-    rows, out_features = x.shape[0], codes.shape[0]
-    y = x.new_empty((rows, out_features))
-    failed = _library.qkv_linear(  # type: ignore[union-attr]
-        x.data_ptr(),
-        codes.data_ptr(),
-        scale.data_ptr(),
-        None if zero is None else zero.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        rows,
-        out_features,
-        in_features,
-        group_size,
-        KINDS[kind],
-        DTYPES[x.dtype],
-        0 if bias is None else DTYPES[bias.dtype],
-        not exact,
-        torch.get_num_threads(),
-    )
-    if failed:
-        raise MemoryError(f"no memory to prepare {rows} rows of {in_features} elements")
-    return y
+def most_rows(x_dtype: torch.dtype) -> int:
+    """Rows of x up to which a product is faster straight from the codes than by dequantized panels."""
+    return ANY_ROWS if _level == "avx512" and x_dtype == torch.bfloat16 else MAX_ROWS
 
 
 def dequantize(

@@ -10,9 +10,10 @@ from torch import Tensor
 from qkv.quantizers.double_quant import dynamic_map
 from qkv.quantizers.kernels import native
 from qkv.quantizers.kernels.case import Case
+from qkv.quantizers.kernels.ready import ReadyWeight
 from qkv.quantizers.tensor import QuantizedTensor
 
-SERVES = "every format on the CPU: up to 16 rows from the codes, more by panels; dequantization"
+SERVES = "every format on the CPU: few rows from the codes, many by panels; dequantization"
 PANEL_NBYTES = 8 * 2**20
 """Scratch of a product of many rows: so much of the weight is dequantized at a time."""
 
@@ -35,18 +36,13 @@ def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias``; bfloat16 x multiplies in bfloat16, float32 and float16 x in float32."""
     columns = weight.shape[1]
     size = weight.format.group_length(columns)
-    if x.shape[0] > native.MAX_ROWS or (size % 16 and size < columns):
+    if x.shape[0] > native.most_rows(x.dtype) or (size % 16 and size < columns):
         return _by_panels(x, weight, bias)
-    return native.linear(
-        x.contiguous(),
-        weight.codes,
-        _scale(weight, weight.shape[0]),
-        _spread(weight.zero, weight.shape[0]),
-        bias,
-        kind=weight.format.name,
-        in_features=columns,
-        group_size=size,
-    )
+    scale, zero = _scale(weight, weight.shape[0]), _spread(weight.zero, weight.shape[0])
+    ready = ReadyWeight(weight.codes, scale, zero, kind=weight.format.name, in_features=columns, group_size=size)
+    if ready.reads(weight):  # rather than a decoded copy of its scales
+        weight.ready = ready
+    return ready.linear(x, bias)
 
 
 def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 _BIAS, _FAST, _THREADS = 1 << 2, 1 << 4, 1 << 5
 """Where the bias' dtype, the mode and the number of threads begin in the last argument; x's dtype is first."""
-_NUMBERS: Final = {dtype: number for dtype, number in native.DTYPES.items()}
 
 
 class _Struct(ctypes.Structure):
@@ -66,7 +65,7 @@ class ReadyWeight:
 
     def takes(self, x: Tensor) -> bool:
         """Whether :meth:`linear` serves ``x``, and serves it best."""
-        if not x.is_cpu or x.shape[-1] != self.in_features or x.dtype not in _NUMBERS:
+        if not x.is_cpu or x.shape[-1] != self.in_features or x.dtype not in native.DTYPES:
             return False
         return x.numel() <= native.most_rows(x.dtype) * self.in_features
 
@@ -86,14 +85,18 @@ class ReadyWeight:
         """
         x = x.contiguous()
         y = x.new_empty((*x.shape[:-1], self.out_features))
-        mode = _NUMBERS[x.dtype] + (0 if exact else _FAST) + _THREADS * torch.get_num_threads()
+        mode = native.DTYPES[x.dtype] + (0 if exact else _FAST) + _THREADS * torch.get_num_threads()
         pointer = None
         if bias is not None:
-            pointer, mode = bias.data_ptr(), mode + _BIAS * _NUMBERS[bias.dtype]
+            pointer, mode = bias.data_ptr(), mode + _BIAS * native.DTYPES[bias.dtype]
         rows = y.numel() // self.out_features if self.out_features else 0
         if native.library().qkv_linear(self._address, x.data_ptr(), pointer, y.data_ptr(), rows, mode):
             raise MemoryError(f"no memory to prepare {rows} rows of {self.in_features} elements")
         return y
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of the weight lies elsewhere and is made ready anew."""
+        return type(None), ()
 
 
 def _pointers(codes: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[int, int, int | None]:

@@ -12,7 +12,7 @@
 
 #include <stdlib.h>
 
-#include "avx512_strips.h"
+#include "avx512.h"
 
 /* Constants of the compiler's, by which the kernels are specialized. */
 struct shape {
@@ -447,7 +447,7 @@ ptrdiff_t qkv_avx512_most_rows(const struct qkv_linear_job *job)
 qkv_body qkv_avx512_linear(struct qkv_linear_job *job)
 {
     if (!is_aligned(job)) return qkv_avx2_ops.linear(job);
-    if (is_fast(job) && job->rows > 1) return job->rows <= TILE_ROWS ? qkv_avx512_few(job) : qkv_avx512_many(job);
+    if (is_fast(job) && job->rows > 1) return qkv_avx512_strips(job);
     int bits = job->w.kind == QKV_INT8 ? 8 : 4;
     int path = !is_fast(job) ? EXACT : bits == 8 && job->w.group % 64 == 0 ? WIDE : BFLOAT;
     int length = chunk_length(bits, path);

@@ -25,6 +25,7 @@ INLINE void unpack_block(const struct qkv_linear_job *job, const struct strip *s
         if (zero) {
             if (i * unit >= until && group + 1 < w->groups) ++group, until += w->group;
             offset = _mm512_load_si512(offsets + group * WIDE);
+            if (bits == 8) offset = _mm512_and_si512(offset, _mm512_set1_epi32(0xffff));
         }
         QKV_UNROLL
         for (int v = 0; v < unit / 2; ++v)
@@ -152,10 +153,10 @@ PANELS(4, 1)
 PANELS(8, 0)
 PANELS(8, 1)
 
-qkv_body qkv_avx512_many(struct qkv_linear_job *job)
+qkv_body qkv_avx512_many(const struct qkv_linear_job *job)
 {
     static const qkv_body bodies[2][2] = {{panels_40, panels_41}, {panels_80, panels_81}};
-    return qkv_avx512_order(job) ? bodies[bits_of(job) == 8][job->w.zero != NULL] : NULL;
+    return bodies[bits_of(job) == 8][job->w.zero != NULL];
 }
 
 #endif

@@ -31,6 +31,39 @@ TARGET static void order_block(const struct qkv_linear_job *job, ptrdiff_t row, 
     else for (int v = 0; v < 2; ++v) to[v] = _mm512_load_si512(halves + 32 * v);
 }
 
+/* Sixteen elements of x as fp32; zeros past the row's end. */
+INLINE __m512 load_x(const struct qkv_linear_job *job, ptrdiff_t row, ptrdiff_t at)
+{
+    ptrdiff_t left = job->w.in - at;
+    __mmask16 mask = left >= 16 ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
+    __m256i halves = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)job->x + row * job->w.in + at);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+/* The same in 16 bits, the pairs one element apart; the factors back to `factor`, which NaN and infinity spoil. */
+TARGET static void order_words(const struct qkv_linear_job *job, ptrdiff_t row, ptrdiff_t c, float *factor, __m512i *to)
+{
+    const int wide = job->segment / 16;
+    __m512 value[4];
+    for (int j = 0; j < 4; ++j) value[j] = load_x(job, row, 64 * c + 16 * j);
+    for (int j = 0; j < 4; j += wide, factor += TILE_ROWS) {
+        __m512 size = _mm512_setzero_ps(), spoilt = size;
+        for (int k = j; k < j + wide; ++k) {
+            size = _mm512_max_ps(size, _mm512_abs_ps(value[k]));
+            spoilt = _mm512_add_ps(spoilt, _mm512_sub_ps(value[k], value[k]));
+        }
+        float absmax = _mm512_reduce_max_ps(size), inverse = absmax > 1e-30f && absmax <= FLT_MAX ? 32767.0f / absmax : 0;
+        *factor = absmax / 32767.0f + _mm512_reduce_add_ps(spoilt);
+        for (int k = j; k < j + wide; ++k) {
+            __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(value[k], _mm512_set1_ps(inverse)));
+            __m512i third = _mm512_slli_epi32(_mm512_shuffle_epi32(whole, 0x0e), 16);
+            __m512i pairs = _mm512_or_si512(_mm512_and_si512(whole, _mm512_set1_epi32(0xffff)), third);
+            pairs = _mm512_maskz_compress_epi32(0x3333, pairs);
+            _mm256_store_si256((__m256i *)to + k, _mm512_castsi512_si256(pairs));
+        }
+    }
+}
+
 /* Tiles [begin, end) of x. */
 TARGET static void prepare_tiles(void *pointer, ptrdiff_t begin, ptrdiff_t end)
 {
@@ -45,7 +78,8 @@ TARGET static void prepare_tiles(void *pointer, ptrdiff_t begin, ptrdiff_t end)
             memset(held, 0, sizeof held);
             for (ptrdiff_t m = 0; m < M; ++m) {
                 __m512i ordered[4];
-                order_block(job, start + m, c, bits, ordered);
+                if (job->segment) order_words(job, m, c, job->psum + c * (64 / job->segment) * TILE_ROWS + m, ordered);
+                else order_block(job, start + m, c, bits, ordered);
                 for (int v = 0; v < vectors; ++v) held[v][m] = ordered[v];
             }
             for (int v = 0; v < vectors; ++v) {
@@ -57,17 +91,22 @@ TARGET static void prepare_tiles(void *pointer, ptrdiff_t begin, ptrdiff_t end)
     }
 }
 
-int qkv_avx512_order(struct qkv_linear_job *job)
+/* x in element pairs, [tile][pair][row of the tile], to job->px; and the kernel for so many rows. */
+qkv_body qkv_avx512_strips(struct qkv_linear_job *job)
 {
     const int length = block_length(bits_of(job));
     job->chunks = (job->w.groups * job->w.group + length - 1) / length;
     job->tiles = (job->rows + TILE_ROWS - 1) / TILE_ROWS;
     job->unit = WIDE;
-    job->scratch = malloc((size_t)(job->chunks * length * job->rows) * 2 + 64);
-    if (!job->scratch) return 0;
+    const int words = length == 64 && job->tiles == 1;
+    job->segment = !words ? 0 : job->w.groups == 1 || job->w.group % 64 == 0 ? 64 : job->w.group % 32 == 0 ? 32 : 16;
+    const ptrdiff_t x_bytes = job->chunks * length * job->rows * 2, factors = words ? job->chunks * 4 * TILE_ROWS : 0;
+    job->scratch = malloc((size_t)(x_bytes + factors * 4) + 64);
+    if (!job->scratch) return NULL;
     job->px = (char *)(((uintptr_t)job->scratch + 63) & ~(uintptr_t)63);
+    job->psum = (float *)((char *)job->px + x_bytes);
     qkv_for(job->tiles, 1, job->tiles > 3 ? job->threads : 1, prepare_tiles, job);
-    return 1;
+    return job->tiles == 1 ? qkv_avx512_few(job) : qkv_avx512_many(job);
 }
 
 #endif

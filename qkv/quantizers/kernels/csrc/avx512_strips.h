@@ -17,11 +17,9 @@ enum {
     TILE_ROWS = 12 /* rows of x whose sums fit the registers beside the codes */
 };
 
-/* Element pairs of x in the order in which codes are unpacked, [tile][pair][row of the tile], to job->px; sets what
- * goes with it. Returns 0 when out of memory. */
-int qkv_avx512_order(struct qkv_linear_job *job);
-qkv_body qkv_avx512_few(struct qkv_linear_job *job);
-qkv_body qkv_avx512_many(struct qkv_linear_job *job);
+/* For two to twelve rows of x, and for more. */
+qkv_body qkv_avx512_few(const struct qkv_linear_job *job);
+qkv_body qkv_avx512_many(const struct qkv_linear_job *job);
 
 QKV_INLINE int bits_of(const struct qkv_linear_job *job) { return job->w.kind == QKV_INT8 ? 8 : 4; }
 
@@ -163,13 +161,14 @@ INLINE void order_scales(const struct qkv_linear_job *job, const struct strip *s
     }
 }
 
-/* Zero points likewise, as what is added to a four-bit code to find it in the table, or taken from an eight-bit one. */
+/* Zero points likewise, twice in 16 bits: what is added to a four-bit code to find it in the table, or taken from one of
+ * eight bits. */
 INLINE void order_zeros(const struct qkv_linear_job *job, const struct strip *strip, int32_t *to, const int bits)
 {
     for (ptrdiff_t g = 0; g < job->w.groups; ++g)
         for (int r = 0; r < 16; ++r) {
             int32_t point = strip->zero[r][g];
-            to[g * WIDE + r] = bits == 8 ? point : (15 - point) * 0x10001;
+            to[g * WIDE + r] = (bits == 8 ? point : 15 - point) * 0x10001;
         }
 }
 

@@ -68,7 +68,6 @@ static int useful_threads(int threads, ptrdiff_t work) { return work < 65536 ? 1
 /* ---- dispatch ---- */
 
 static const struct qkv_ops *ops = &qkv_portable_ops;
-static int level = QKV_PORTABLE;
 
 static int highest_level(void)
 {
@@ -89,7 +88,7 @@ static int highest_level(void)
 QKV_EXPORT int qkv_set_level(int limit)
 {
     int highest = highest_level();
-    level = limit < highest ? limit : highest;
+    int level = limit < highest ? limit : highest;
     ops = &qkv_portable_ops;
 #if QKV_X86
     if (level == QKV_AVX2) ops = &qkv_avx2_ops;
@@ -97,8 +96,6 @@ QKV_EXPORT int qkv_set_level(int limit)
 #endif
     return level;
 }
-
-QKV_EXPORT int qkv_get_level(void) { return level; }
 
 /* ---- the verbs ---- */
 
@@ -110,27 +107,24 @@ static struct qkv_weight weight(const void *codes, const float *scale, const uin
     return w;
 }
 
-/* y = x weight^T + bias. Returns 0, or 1 when there was no memory for the prepared x. */
-QKV_EXPORT int qkv_linear(const void *x, const void *codes, const float *scale, const uint8_t *zero, const void *bias,
-                          void *y, ptrdiff_t rows, ptrdiff_t out, ptrdiff_t in, ptrdiff_t group, int kind, int dtype,
-                          int bias_dtype, int fast, int threads)
+/* y = x weight^T + bias. `mode`: the dtypes of x and of the bias in two bits each, whether the fast mode may run in the
+ * next one, the number of threads above. Returns 0, or 1 when there was no memory for the prepared x. */
+QKV_EXPORT int qkv_linear(const struct qkv_weight *w, const void *x, const void *bias, void *y, ptrdiff_t rows, int mode)
 {
-    const ptrdiff_t size = dtype == QKV_F32 ? 4 : 2;
-    struct qkv_linear_job whole = {.w = weight(codes, scale, zero, kind, out, in, group), .x = x, .bias = bias, .y = y};
-    whole.dtype = dtype;
-    whole.bias_dtype = bias_dtype;
-    whole.fast = fast;
-    whole.unit = 8;
-    const ptrdiff_t most = ops->most_rows(&whole);
-    for (ptrdiff_t start = 0; start < rows && out; start += most) {
+    struct qkv_linear_job whole = {.w = *w, .x = x, .bias = bias, .y = y, .unit = 8};
+    whole.dtype = mode & 3;
+    whole.bias_dtype = mode >> 2 & 3;
+    whole.fast = mode >> 4 & 1;
+    const ptrdiff_t most = ops->most_rows(&whole), size = whole.dtype == QKV_F32 ? 4 : 2;
+    for (ptrdiff_t start = 0; start < rows && w->out; start += most) {
         struct qkv_linear_job job = whole;
-        job.x = (const char *)x + start * in * size;
-        job.y = (char *)y + start * out * size;
+        job.x = (const char *)x + start * w->in * size;
+        job.y = (char *)y + start * w->out * size;
         job.rows = rows - start < most ? rows - start : most;
-        job.threads = useful_threads(threads, out * in * (job.rows + 3) / 4);
+        job.threads = useful_threads(mode >> 5, w->out * w->in * (job.rows + 3) / 4);
         qkv_body body = ops->linear(&job);
         if (!body) return 1;
-        qkv_for(out, helping(out, job.unit, job.threads), job.threads, body, &job);
+        qkv_for(w->out, helping(w->out, job.unit, job.threads), job.threads, body, &job);
         free(job.scratch);
     }
     return 0;

@@ -55,6 +55,7 @@ struct qkv_linear_job {
     ptrdiff_t chunks, whole; /* chunks of a row; the first `whole` may be read without looking at the row's end */
     ptrdiff_t tiles;         /* of x: rows that are worked on together */
     ptrdiff_t unit;          /* output features that are worked on together */
+    int segment;             /* elements of x that share a factor, where x is scaled to 16 bits; 0 where it is not */
 };
 
 struct qkv_dequantize_job {
