@@ -394,6 +394,9 @@ INLINE void stream(const struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t 
     }
 }
 
+#ifndef DOT4
+#define DOT4 4
+#endif
 /* ---- the table of kernels ---- */
 
 #define KERNEL(bits, path, zero, M, R)                                                                          \
@@ -409,19 +412,31 @@ INLINE void stream(const struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t 
     static const qkv_body kernels_##bits##EXACT##zero[] = {                                                     \
         kernel_##bits##EXACT##zero##1, kernel_##bits##EXACT##zero##2, kernel_##bits##EXACT##zero##3,            \
         kernel_##bits##EXACT##zero##4};
-#define KERNELS(bits, path, zero)                                                                               \
-    KERNEL(bits, path, zero, 1, 4)                                                                              \
-    static const qkv_body kernels_##bits##path##zero[] = {kernel_##bits##path##zero##1};
+#define BYTE_KERNELS(path, zero)                                                                                \
+    KERNEL(8, path, zero, 1, 4)                                                                                 \
+    static const qkv_body kernels_8##path##zero[] = {kernel_8##path##zero##1};
+#define NIBBLE_KERNELS(path, zero)                                                                              \
+    KERNEL(4, path, zero, 1, 4)                                                                                 \
+    KERNEL(4, path, zero, 2, 4)                                                                                 \
+    KERNEL(4, path, zero, 3, 2)                                                                                 \
+    KERNEL(4, path, zero, 4, 2)                                                                                 \
+    KERNEL(4, path, zero, 5, 2)                                                                                 \
+    KERNEL(4, path, zero, 6, 2)                                                                                 \
+    KERNEL(4, path, zero, 7, 2)                                                                                 \
+    KERNEL(4, path, zero, 8, 2)                                                                                 \
+    static const qkv_body kernels_4##path##zero[] = {                                                           \
+        kernel_4##path##zero##1, kernel_4##path##zero##2, kernel_4##path##zero##3, kernel_4##path##zero##4,     \
+        kernel_4##path##zero##5, kernel_4##path##zero##6, kernel_4##path##zero##7, kernel_4##path##zero##8};
 EXACT_KERNELS(4, 0)
 EXACT_KERNELS(4, 1)
 EXACT_KERNELS(8, 0)
 EXACT_KERNELS(8, 1)
-KERNELS(4, BFLOAT, 0)
-KERNELS(4, BFLOAT, 1)
-KERNELS(8, BFLOAT, 0)
-KERNELS(8, BFLOAT, 1)
-KERNELS(8, WIDE, 0)
-KERNELS(8, WIDE, 1)
+NIBBLE_KERNELS(BFLOAT, 0)
+NIBBLE_KERNELS(BFLOAT, 1)
+BYTE_KERNELS(BFLOAT, 0)
+BYTE_KERNELS(BFLOAT, 1)
+BYTE_KERNELS(WIDE, 0)
+BYTE_KERNELS(WIDE, 1)
 
 static qkv_body choose(int bits, int path, int zero, ptrdiff_t rows)
 {
@@ -447,8 +462,8 @@ ptrdiff_t qkv_avx512_most_rows(const struct qkv_linear_job *job)
 qkv_body qkv_avx512_linear(struct qkv_linear_job *job)
 {
     if (!is_aligned(job)) return qkv_avx2_ops.linear(job);
-    if (is_fast(job) && job->rows > 1) return qkv_avx512_strips(job);
     int bits = job->w.kind == QKV_INT8 ? 8 : 4;
+    if (is_fast(job) && job->rows > (bits == 4 ? DOT4 : 1)) return qkv_avx512_strips(job);
     int path = !is_fast(job) ? EXACT : bits == 8 && job->w.group % 64 == 0 ? WIDE : BFLOAT;
     int length = chunk_length(bits, path);
     job->chunks = (job->w.groups * job->w.group + length - 1) / length;

@@ -8,7 +8,13 @@
 #ifndef PE
 #define PE 256
 #endif
-enum { PANEL_ELEMENTS = PE }; /* of a row of the weight, in one panel */
+#ifndef PN
+#define PN 4
+#endif
+enum {
+    PANEL_ELEMENTS = PE, /* of a row of the weight, in one panel */
+    PANELS = PN          /* unpacked at a time, so that a tile of x serves them all while it is near */
+};
 
 /* Block `c` of a strip, to every other vector of `to`; `offsets` [group][32]. */
 INLINE void unpack_block(const struct qkv_linear_job *job, const struct strip *strip, ptrdiff_t c, __m512i table,
@@ -36,13 +42,12 @@ INLINE void unpack_block(const struct qkv_linear_job *job, const struct strip *s
 /* ---- a tile: M rows of x and 32 output features ---- */
 
 typedef void (*tile_function)(const struct qkv_linear_job *job, const int32_t *x, const __m512i *panel,
-                              const float *scale, float *total, ptrdiff_t from, ptrdiff_t to);
+                              const float *scale, float *total, ptrdiff_t group, ptrdiff_t from, ptrdiff_t to);
 
-/* Adds elements [from, to) of the rows to `total` [M][32]. */
+/* Adds elements [from, to) of the rows, which begin in group `group`, to `total` [M][32]. */
 INLINE void tile(const struct qkv_linear_job *job, const int32_t *x, const __m512i *panel, const float *scale,
-                 float *total, ptrdiff_t from, ptrdiff_t to, const int M)
+                 float *total, ptrdiff_t group, ptrdiff_t from, ptrdiff_t to, const int M)
 {
-    ptrdiff_t group = from / job->w.group;
     for (ptrdiff_t at = from; at < to; ++group) {
         ptrdiff_t end = group + 1 < job->w.groups ? (group + 1) * job->w.group : to;
         if (end > to) end = to;
@@ -73,9 +78,10 @@ INLINE void tile(const struct qkv_linear_job *job, const int32_t *x, const __m51
 
 #define TILE(M)                                                                                                 \
     TARGET static void tile_##M(const struct qkv_linear_job *job, const int32_t *x, const __m512i *panel,       \
-                                const float *scale, float *total, ptrdiff_t from, ptrdiff_t to)                 \
+                                const float *scale, float *total, ptrdiff_t group, ptrdiff_t from,              \
+                                ptrdiff_t to)                                                                   \
     {                                                                                                           \
-        tile(job, x, panel, scale, total, from, to, M);                                                         \
+        tile(job, x, panel, scale, total, group, from, to, M);                                                  \
     }
 TILE(1)
 TILE(2)
@@ -94,64 +100,91 @@ static const tile_function tiles[] = {tile_1, tile_2, tile_3, tile_4,  tile_5,  
 
 /* ---- output features [begin, end) ---- */
 
+/* One panel's memory. */
 struct room {
-    void *all;
+    struct strip strips[2];
     __m512i *panel;
     float *scale, *total;
     int32_t *offsets;
 };
 
-static struct room make_room(const struct qkv_linear_job *job)
+/* Splits memory among the panels; returns what to free. */
+static void *make_rooms(const struct qkv_linear_job *job, struct room *rooms)
 {
     size_t panel = PANEL_ELEMENTS * WIDE * 2, groups = (size_t)(job->w.groups * WIDE) * 4;
-    size_t total = (size_t)(job->rows * WIDE) * 4, zeros = job->w.zero ? groups : 0;
-    char *all = malloc(panel + groups + total + zeros + 64);
+    size_t total = (size_t)(job->rows * WIDE) * 4, each = panel + 2 * groups + total;
+    void *all = malloc(PANELS * each + 64);
     if (!all) abort();
     char *at = (char *)(((uintptr_t)all + 63) & ~(uintptr_t)63);
-    return (struct room){all, (__m512i *)at, (float *)(at + panel), (float *)(at + panel + groups),
-                         (int32_t *)(at + panel + groups + total)};
+    for (int p = 0; p < PANELS; ++p, at += each) {
+        rooms[p].panel = (__m512i *)at;
+        rooms[p].scale = (float *)(at + panel);
+        rooms[p].offsets = (int32_t *)(at + panel + groups);
+        rooms[p].total = (float *)(at + panel + 2 * groups);
+    }
+    return all;
 }
 
-INLINE void panels(struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t end, const int bits, const int zero)
+INLINE void begin_panel(const struct qkv_linear_job *job, struct room *room, ptrdiff_t row, ptrdiff_t end,
+                        const int bits, const int zero)
+{
+    for (int i = 0; i < 2; ++i) {
+        room->strips[i] = strip_at(job, row + 16 * i, end);
+        order_scales(job, room->strips + i, room->scale + 16 * i);
+        if (zero) order_zeros(job, room->strips + i, room->offsets + 16 * i, bits);
+    }
+    memset(room->total, 0, (size_t)(job->rows * WIDE) * 4);
+}
+
+/* Blocks [c, stop) of up to PANELS panels. */
+INLINE void multiply_panels(const struct qkv_linear_job *job, struct room *rooms, int count, ptrdiff_t c, ptrdiff_t stop,
+                            __m512i table, const int bits, const int zero)
 {
     const struct qkv_weight *w = &job->w;
-    const int length = block_length(bits), pairs = length / 2, blocks = PANEL_ELEMENTS / length;
-    const __m512i table = table_of(w, bits, zero);
-    struct room room = make_room(job);
-    for (ptrdiff_t row = begin; row < end; row += WIDE) {
-        struct strip strips[2] = {strip_at(job, row, end), strip_at(job, row + 16, end)};
-        for (int i = 0; i < 2; ++i) {
-            order_scales(job, strips + i, room.scale + 16 * i);
-            if (zero) order_zeros(job, strips + i, room.offsets + 16 * i, bits);
-        }
-        memset(room.total, 0, (size_t)(job->rows * WIDE) * 4);
-        for (ptrdiff_t c = 0; c < job->chunks; c += blocks) {
-            ptrdiff_t stop = c + blocks < job->chunks ? c + blocks : job->chunks, to = stop * length;
-            for (ptrdiff_t i = c; i < stop; ++i)
-                for (int half = 0; half < 2; ++half)
-                    unpack_block(job, strips + half, i, table, room.offsets + 16 * half,
-                                 room.panel + (i - c) * length + half, bits, zero);
-            if (w->groups > 1 && to > w->groups * w->group) to = w->groups * w->group;
-            for (ptrdiff_t tile = 0; tile < job->tiles; ++tile) {
-                ptrdiff_t start = tile_start(job, tile), M = tile_start(job, tile + 1) - start;
-                const int32_t *x = (int32_t *)job->px + start * pairs * job->chunks + c * pairs * M;
-                tiles[M - 1](job, x, room.panel, room.scale, room.total + start * WIDE, c * length, to);
-            }
-        }
-        finish(job, room.total, row, end - row < WIDE ? end - row : WIDE);
+    const int length = block_length(bits), pairs = length / 2;
+    for (int p = 0; p < count; ++p)
+        for (ptrdiff_t i = c; i < stop; ++i)
+            for (int half = 0; half < 2; ++half)
+                unpack_block(job, rooms[p].strips + half, i, table, rooms[p].offsets + 16 * half,
+                             rooms[p].panel + (i - c) * length + half, bits, zero);
+    ptrdiff_t group = c * length / w->group, to = stop * length;
+    if (w->groups == 1) group = 0;
+    else if (to > w->groups * w->group) to = w->groups * w->group;
+    for (ptrdiff_t tile = 0; tile < job->tiles; ++tile) {
+        ptrdiff_t start = tile_start(job, tile), M = tile_start(job, tile + 1) - start;
+        const int32_t *x = (int32_t *)job->px + start * pairs * job->chunks + c * pairs * M;
+        for (int p = 0; p < count; ++p)
+            tiles[M - 1](job, x, rooms[p].panel, rooms[p].scale, rooms[p].total + start * WIDE, group, c * length, to);
     }
-    free(room.all);
 }
 
-#define PANELS(bits, zero)                                                                                      \
+INLINE void panels(const struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t end, const int bits, const int zero)
+{
+    const __m512i table = table_of(&job->w, bits, zero);
+    const ptrdiff_t blocks = PANEL_ELEMENTS / block_length(bits);
+    struct room rooms[PANELS];
+    void *all = make_rooms(job, rooms);
+    for (ptrdiff_t row = begin; row < end; row += PANELS * WIDE) {
+        ptrdiff_t left = (end - row + WIDE - 1) / WIDE;
+        int count = left < PANELS ? (int)left : PANELS;
+        for (int p = 0; p < count; ++p) begin_panel(job, rooms + p, row + p * WIDE, end, bits, zero);
+        for (ptrdiff_t c = 0; c < job->chunks; c += blocks)
+            multiply_panels(job, rooms, count, c, c + blocks < job->chunks ? c + blocks : job->chunks, table, bits, zero);
+        for (ptrdiff_t at = row, p = 0; p < count; ++p, at += WIDE)
+            finish(job, rooms[p].total, at, end - at < WIDE ? end - at : WIDE);
+    }
+    free(all);
+}
+
+#define PANEL_KERNEL(bits, zero)                                                                                      \
     TARGET static void panels_##bits##zero(void *job, ptrdiff_t begin, ptrdiff_t end)                           \
     {                                                                                                           \
         panels(job, begin, end, bits, zero);                                                                    \
     }
-PANELS(4, 0)
-PANELS(4, 1)
-PANELS(8, 0)
-PANELS(8, 1)
+PANEL_KERNEL(4, 0)
+PANEL_KERNEL(4, 1)
+PANEL_KERNEL(8, 0)
+PANEL_KERNEL(8, 1)
 
 qkv_body qkv_avx512_many(const struct qkv_linear_job *job)
 {
