@@ -2,7 +2,8 @@
 
 It reads the stored codes as they are (no packed copy) and runs on the threads of torch. One of three
 back ends is chosen by the processor: ``avx512`` (with VBMI and BF16), ``avx2`` or ``portable``. The
-environment variable ``QKV_KERNELS`` may force a lower one, or ``reference`` to do without the library.
+environment variable ``QKV_KERNELS`` may force a lower one, or ``reference`` to do without the library, and
+``QKV_EXACT=1`` asks for float32 products of bfloat16 x.
 
 The functions here are called often, so they check nothing: tensors are contiguous and on the CPU, shapes
 and dtypes are those that the docstrings state.
@@ -19,6 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+EXACT: Final = os.environ.get("QKV_EXACT", "0") not in ("", "0")
 LEVELS: Final = ("portable", "avx2", "avx512")
 KINDS: Final = {"int8": 0, "int4": 1, "nf4": 2}
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -117,7 +119,7 @@ def library() -> ctypes.CDLL:
 
 def most_rows(x_dtype: torch.dtype) -> int:
     """Rows of x up to which a product is faster straight from the codes than by dequantized panels."""
-    return ANY_ROWS if _level == "avx512" and x_dtype == torch.bfloat16 else MAX_ROWS
+    return ANY_ROWS if _level == "avx512" and x_dtype == torch.bfloat16 and not EXACT else MAX_ROWS
 
 
 def dequantize(

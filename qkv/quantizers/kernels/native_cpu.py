@@ -33,7 +33,10 @@ def refuses(case: Case) -> str | None:
 
 
 def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias``; bfloat16 x multiplies in bfloat16, float32 and float16 x in float32."""
+    """``x @ weight.T + bias``; bfloat16 x multiplies in bfloat16, float32 and float16 x in float32.
+
+    The environment variable ``QKV_EXACT=1`` makes it float32 for all.
+    """
     columns = weight.shape[1]
     size = weight.format.group_length(columns)
     if x.shape[0] > native.most_rows(x.dtype) or (size % 16 and size < columns):
@@ -62,6 +65,8 @@ def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _by_panels(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    if native.EXACT and x.dtype != torch.float32:
+        return _by_panels(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
     rows, columns = weight.shape
     step = max(1, PANEL_NBYTES // max(columns * x.dtype.itemsize, 1))
     scale, zero = _scale(weight, rows), _spread(weight.zero, rows)

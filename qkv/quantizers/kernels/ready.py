@@ -33,8 +33,8 @@ class ReadyWeight:
     """Products with a weight straight from its stored codes, accumulated in float32.
 
     Two modes. The exact one multiplies in float32 (within 1e-5 of the float64 product) and always runs
-    for float32 and float16 x. The fast one runs for bfloat16 x, unless ``exact``: products of bfloat16,
-    exact for integer codes, while the levels of nf4 are rounded to bfloat16 (within 3e-3).
+    for float32 and float16 x. The fast one runs for bfloat16 x, unless ``exact``: within 3e-3 for nf4, whose
+    levels are rounded to bfloat16, and within 1e-4 for integer codes, where x may be scaled to 16 bits.
 
     Args:
         codes: ``[out, groups, bytes of a group]``, int8 or uint8; contiguous and on the CPU, as all tensors here.
@@ -69,13 +69,13 @@ class ReadyWeight:
             return False
         return x.numel() <= native.most_rows(x.dtype) * self.in_features
 
-    def linear(self, x: Tensor, bias: Tensor | None, *, exact: bool = False) -> Tensor:
+    def linear(self, x: Tensor, bias: Tensor | None, *, exact: bool = native.EXACT) -> Tensor:
         """``x @ weight.T + bias``.
 
         Args:
             x: ``[..., in]``, float32, bfloat16 or float16.
             bias: ``[out]``, float32, bfloat16 or float16, or None.
-            exact: float32 products for bfloat16 x too.
+            exact: float32 products for bfloat16 x too; the environment variable ``QKV_EXACT=1`` makes it so.
 
         Returns:
             ``[..., out]`` in x's dtype.

@@ -14,6 +14,7 @@ from qkv.quantizers import kernels
 from qkv.quantizers.kernels import native
 from qkv.quantizers.quantize import quantize_tensor
 from qkv.quantizers.tensor import QuantizedTensor
+from tests.helpers import run_python
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
@@ -83,3 +84,21 @@ def test_a_module_that_changes_hands_stays_right() -> None:
     before = twin(x)
     assert torch.allclose(twin.to(torch.bfloat16).to(torch.float32)(x), before, atol=0.05)
     assert torch.allclose(dequantize_(twin)(x), donor(x), atol=0.05)
+
+
+EXACT = """
+import torch
+from qkv.quantizers.kernels import linear
+from qkv.quantizers.quantize import quantize_tensor
+torch.manual_seed(0)
+x, w = torch.randn(40, 256).bfloat16(), quantize_tensor(torch.randn(64, 256), "nf4")
+want = (x.double() @ w.dequantize(torch.float64).T).bfloat16()
+print(min(float((linear(x[:rows], w) == want[:rows]).float().mean()) for rows in (1, 3, 7, 40)))
+"""
+
+
+def test_float32_products_can_be_asked_for() -> None:
+    exact = run_python(EXACT, QKV_EXACT="1")
+    assert exact.returncode == 0 and float(exact.stdout) > 0.99, exact.stderr
+    if native.level() == "avx512":
+        assert float(run_python(EXACT).stdout) < 0.95

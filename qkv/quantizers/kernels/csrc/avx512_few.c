@@ -1,4 +1,4 @@
-/* AVX-512: products of two to twelve rows of x; the codes are unpacked to registers and used at once.
+/* AVX-512: products of up to twelve rows of x, more than are streamed; the codes are unpacked to registers and used at once.
  *
  * Codes of four bits become bf16 levels. Those of eight bits become integers of 16, which is cheaper, and x is scaled to
  * 16 bits in segments of up to 64 elements (within 1e-4 of the product; 64 products fit into 32 bits). What a row of x
@@ -124,10 +124,7 @@ INLINE void few(const struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t end
     {                                                                                                           \
         few(job, begin, end, M, bits, zero);                                                                    \
     }
-#define FEWS(bits, zero)                                                                                        \
-    FEW(bits, zero, 2)                                                                                          \
-    FEW(bits, zero, 3)                                                                                          \
-    FEW(bits, zero, 4)                                                                                          \
+#define FROM_FIVE(bits, zero)                                                                                   \
     FEW(bits, zero, 5)                                                                                          \
     FEW(bits, zero, 6)                                                                                          \
     FEW(bits, zero, 7)                                                                                          \
@@ -136,16 +133,24 @@ INLINE void few(const struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t end
     FEW(bits, zero, 10)                                                                                         \
     FEW(bits, zero, 11)                                                                                         \
     FEW(bits, zero, 12)
-#define NAMES(name) {name##2, name##3, name##4, name##5, name##6, name##7, name##8, name##9, name##10, name##11, name##12}
-FEWS(4, 0)
-FEWS(4, 1)
-FEWS(8, 0)
-FEWS(8, 1)
-static const qkv_body bodies[2][2][TILE_ROWS - 1] = {{NAMES(few_40_), NAMES(few_41_)}, {NAMES(few_80_), NAMES(few_81_)}};
+#define FROM_TWO(bits, zero)                                                                                    \
+    FEW(bits, zero, 2)                                                                                          \
+    FEW(bits, zero, 3)                                                                                          \
+    FEW(bits, zero, 4)                                                                                          \
+    FROM_FIVE(bits, zero)
+#define NAMES(name) name##5, name##6, name##7, name##8, name##9, name##10, name##11, name##12
+FROM_FIVE(4, 0)
+FROM_FIVE(4, 1)
+FROM_TWO(8, 0)
+FROM_TWO(8, 1)
 
 qkv_body qkv_avx512_few(const struct qkv_linear_job *job)
 {
-    return bodies[bits_of(job) == 8][job->w.zero != NULL][job->rows - 2];
+    static const qkv_body four[2][8] = {{NAMES(few_40_)}, {NAMES(few_41_)}};
+    static const qkv_body eight[2][11] = {{few_80_2, few_80_3, few_80_4, NAMES(few_80_)},
+                                          {few_81_2, few_81_3, few_81_4, NAMES(few_81_)}};
+    int zero = job->w.zero != NULL;
+    return bits_of(job) == 8 ? eight[zero][job->rows - 2] : four[zero][job->rows - 5];
 }
 
 #endif

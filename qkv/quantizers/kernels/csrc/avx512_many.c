@@ -5,15 +5,9 @@
 
 #include "avx512_strips.h"
 
-#ifndef PE
-#define PE 256
-#endif
-#ifndef PN
-#define PN 4
-#endif
 enum {
-    PANEL_ELEMENTS = PE, /* of a row of the weight, in one panel */
-    PANELS = PN          /* unpacked at a time, so that a tile of x serves them all while it is near */
+    PANEL_ELEMENTS = 256, /* of a row of the weight, in one panel */
+    PANELS = 4            /* unpacked at a time, so that a tile of x serves them all while it is near */
 };
 
 /* Block `c` of a strip, to every other vector of `to`; `offsets` [group][32]. */

@@ -17,7 +17,7 @@ enum {
     TILE_ROWS = 12 /* rows of x whose sums fit the registers beside the codes */
 };
 
-/* For two to twelve rows of x, and for more. */
+/* For five to twelve rows of x (8-bit codes: two to twelve), and for more. */
 qkv_body qkv_avx512_few(const struct qkv_linear_job *job);
 qkv_body qkv_avx512_many(const struct qkv_linear_job *job);
 
@@ -32,7 +32,7 @@ QKV_INLINE ptrdiff_t tile_start(const struct qkv_linear_job *job, ptrdiff_t tile
     return tile * job->rows / job->tiles;
 }
 
-/* Pair `v` of the elements of block `c` on, sixteen lanes a vector, to its place in a row of pairs. */
+/* Where in a block's pairs lane `lane` of vector `v` of ordered x belongs. */
 QKV_INLINE int pair_at(int bits, int v, int lane) { return bits == 4 ? 4 * lane + v : 16 * v + lane; }
 
 /* ---- sixteen by sixteen ---- */
@@ -86,26 +86,20 @@ INLINE struct strip strip_at(const struct qkv_linear_job *job, ptrdiff_t row, pt
     return strip;
 }
 
-/* So far ahead, in bytes, the row of a weight is fetched from memory. */
-#ifndef AHEAD
-#define AHEAD 512
-#endif
-#ifndef HINT
-#define HINT _MM_HINT_T1
-#endif
+enum { FETCHED_AHEAD = 1024 }; /* bytes of a row, to the second cache: sixteen rows crowd each other out of the first */
 
 /* Block `c` of a strip, transposed: `to[i]` holds unit i of each output feature. */
 TARGET static __attribute__((noinline, unused)) void load_block(const struct qkv_linear_job *job,
                                                                 const struct strip *strip, ptrdiff_t c, __m512i *to)
 {
-    const ptrdiff_t bytes = job->w.groups * job->w.group_bytes, left = bytes - 64 * c, next = 64 * c + AHEAD;
+    const ptrdiff_t bytes = job->w.groups * job->w.group_bytes, left = bytes - 64 * c, next = 64 * c + FETCHED_AHEAD;
     const ptrdiff_t fetch = next < bytes ? next : next + (WIDE - 1) * bytes; /* the rows to come, at the row's end */
     const __mmask64 mask = left >= 64 ? ~0ull : (1ull << left) - 1;
     __m512i rows[16];
     QKV_UNROLL
     for (int r = 0; r < 16; ++r) rows[r] = _mm512_maskz_loadu_epi8(mask, strip->codes[r] + 64 * c);
     QKV_UNROLL
-    for (int r = 0; r < 16; ++r) _mm_prefetch((const char *)strip->codes[r] + fetch, HINT);
+    for (int r = 0; r < 16; ++r) _mm_prefetch((const char *)strip->codes[r] + fetch, _MM_HINT_T1);
     transpose(rows);
     QKV_UNROLL
     for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i, rows[i]);
