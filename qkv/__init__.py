@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from qkv.cache.retention import Window as Window
     from qkv.checkpoint.dequantize import dequantize_checkpoint as dequantize_checkpoint
     from qkv.checkpoint.load import load as load
+    from qkv.checkpoint.merge import merge_checkpoint as merge_checkpoint
     from qkv.checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
     from qkv.errors import CheckpointError as CheckpointError
     from qkv.errors import QkvError as QkvError
@@ -67,6 +68,7 @@ _HOMES = {
     "dequantize_checkpoint": "qkv.checkpoint.dequantize",
     "footprint": "qkv.memory.footprint",
     "load": "qkv.checkpoint.load",
+    "merge_checkpoint": "qkv.checkpoint.merge",
     "patched": "qkv.integration.patch",
     "perplexity": "qkv.integration.perplexity",
     "quantize_": "qkv.integration.patch",

@@ -25,6 +25,9 @@ def dequantize_checkpoint(
     dtype: str | None = None,
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
+    restart: bool = False,
+    workers: int = 1,
+    shard: str | None = None,
 ) -> None:
     """Turn a directory that :func:`qkv.quantize_checkpoint` or ``save_pretrained`` wrote into floats.
 
@@ -36,6 +39,8 @@ def dequantize_checkpoint(
         dtype: of the dequantized weights, ``"bfloat16"`` say; by default what each was.
         max_shard_size: largest file.
         overwrite: replace ``dst`` if it is a model directory.
+        restart: throw away what an earlier run left unfinished; by default it is gone on with.
+        workers, shard: as for :func:`qkv.quantize_checkpoint`.
 
     Raises:
         CheckpointError: a source that is not quantized by this library, or damaged.
@@ -48,7 +53,7 @@ def dequantize_checkpoint(
         pieces = {stored.name: _piece(stored, target) for stored in weights}
         config = {k: v for k, v in source.config.items() if k != "quantization_config"}
         job = Job(source, pieces, config, {"dtype": target and str(target)}, "dequantizing")
-        write_model(job, Target(dst, max_shard_size, overwrite))
+        write_model(job, Target(dst, max_shard_size, overwrite, restart, workers, shard))
 
 
 def read_weight(stored: Stored, source: Source, dtype: torch.dtype | None = None) -> Tensor:

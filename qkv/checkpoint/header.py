@@ -73,6 +73,12 @@ def read_header(path: str | Path) -> tuple[dict[str, TensorEntry], dict[str, str
     return {entry.name: entry for entry in entries}, metadata
 
 
+def header_bytes(path: Path) -> bytes:
+    """The header of a file that `read_header` has taken, as it lies there: what its tensors are, without their data."""
+    with path.open("rb") as file:
+        return file.read(int.from_bytes(file.read(8), "little"))
+
+
 def checked_nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the bytes of a dense tensor; OverflowError where torch could not even hold the shape.
 

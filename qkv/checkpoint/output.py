@@ -3,73 +3,107 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
+from typing import Any
 
 from qkv.checkpoint.auxiliary import copy_auxiliary
 from qkv.checkpoint.destination import Destination
+from qkv.checkpoint.identity import identity_of
 from qkv.checkpoint.index import write_index
 from qkv.checkpoint.job import Job, Target
-from qkv.checkpoint.shards import parse_size, plan_shards, shard_names
-from qkv.checkpoint.source import Source
-from qkv.checkpoint.writer import StreamWriter, TensorSpec
+from qkv.checkpoint.journal import Journal
+from qkv.checkpoint.parts import Part, write_part
+from qkv.checkpoint.plan import Shard, check_workers, parse_part, part_of, plan_job
+from qkv.checkpoint.shards import parse_size
+from qkv.checkpoint.workers import Task, write_shards
 from qkv.errors import CheckpointError
 from qkv.progress import Progress
-
-COPY_NBYTES = 32 * 10**6
-"""Tensors that pass through unchanged are copied in pieces of about this size."""
 
 
 def write_model(job: Job, target: Target) -> dict[str, str]:
     """Write what the job says and all that belongs to the source's model; ``target.dst`` appears at the end.
 
+    A run that was killed goes on where it was when it is started again with the same job and target, and
+    ends with the same bytes.
+
     Returns:
         Files of the source that were not copied, with the reason.
 
     Raises:
-        CheckpointError: the source is one file, so that nobody knows what else belongs to it.
+        CheckpointError: the source is one file, so that nobody knows what else belongs to it; the
+            destination is taken, or holds unfinished work of another job; the disk is full.
     """
     source = job.source
     if not source.path.is_dir():
         raise CheckpointError(f"{source.path} is a file; name the model's directory, whose other files come along")
-    limit = parse_size(target.max_shard_size)
-    owner = {spec.name: name for name, piece in job.pieces.items() for spec in piece.specs}
-    specs = [spec for piece in job.pieces.values() for spec in piece.specs]
-    shards = plan_shards(specs, limit, group_of=owner.__getitem__)
-    names = shard_names(len(shards))
-    with Destination(target.dst, source_dir=source.directory, overwrite=target.overwrite) as folder:
-        left = copy_auxiliary(source.directory, folder)
-        with Progress(job.title, source.nbytes) as progress:
-            for file_name, shard in zip(names, shards, strict=True):
-                _write_shard(folder / file_name, shard, owner, job, progress)
-        (folder / "config.json").write_text(json.dumps(job.config, indent=2) + "\n", encoding="utf-8")
-        if len(shards) > 1:
-            weight_map = {s.name: file for file, shard in zip(names, shards, strict=True) for s in shard}
-            write_index(folder, weight_map, sum(spec.nbytes for spec in specs))
-    return left
+    shards = plan_job(job, target)
+    own = part_of(shards, target.part)
+    check_workers(target.workers, own)
+    identity = identity_of(job, parse_size(target.max_shard_size), target.part)
+    place = Destination(
+        target.dst,
+        source_dir=source.directory,
+        overwrite=target.overwrite,
+        identity=identity,
+        restart=target.restart,
+    )
+    try:
+        with place as folder:
+            if not place.journal.complete:
+                _fill(folder, job, own, target.workers, place.journal)
+                _finish(folder, job, shards, target.part, identity)
+    except OSError as error:
+        kept = place.keeps_after(error)
+        raise CheckpointError(
+            f"{target.dst} is not finished: {error.strerror or error}; what is done is in {kept}: mend that and run "
+            "the same again to go on, or remove that folder"
+        ) from error
+    return place.journal.left
 
 
-def _write_shard(path: Path, specs: list[TensorSpec], owner: Mapping[str, str], job: Job, progress: Progress) -> None:
-    with StreamWriter(path, specs) as writer:
-        for name in dict.fromkeys(owner[spec.name] for spec in specs):
-            piece = job.pieces[name]
-            if piece.make is None:
-                _copy(name, job.source, writer)
-            else:
-                made = piece.make(job.source)
-                for spec in piece.specs:
-                    writer.write(spec.name, made[spec.name])
-                del made
+def _fill(folder: Path, job: Job, shards: list[Shard], workers: int, journal: Journal) -> None:
+    """Write what is missing of the shards, and all that belongs to the model besides."""
+    _clear(folder, {shard.file for shard in shards if journal.done.get(shard.file)})
+    journal.record(left=copy_auxiliary(job.source.directory, folder))
+    tasks = [Task(shard, _checked_done(shard, journal)) for shard in shards]
+    names = [name for shard in shards for name in shard.pieces]
+    with Progress(job.title, sum(job.source.entries[name].nbytes for name in names)) as progress:
+
+        def wrote(name: str) -> None:
             progress.advance(name, job.source.entries[name].nbytes)
 
+        def synced(file: str, pieces: int) -> None:
+            journal.record(shard=file, pieces=pieces)
 
-def _copy(name: str, source: Source, writer: StreamWriter) -> None:
-    entry = source.entries[name]
-    if len(entry.shape) < 2 or entry.nbytes <= COPY_NBYTES:
-        writer.write(name, source.read(name))
-        return
-    step = max(1, COPY_NBYTES // max(prod(entry.shape[1:]) * entry.dtype.itemsize, 1))
-    for start in range(0, entry.shape[0], step):
-        rows = source.read_rows(name, start, min(start + step, entry.shape[0]))
-        writer.write_chunk(name, rows)
+        for name in (name for task in tasks for name in task.shard.pieces[: task.num_done]):
+            wrote(name)
+        write_shards(folder, tasks, job, workers, wrote, synced)
+
+
+def _finish(folder: Path, job: Job, shards: list[Shard], part: str | None, identity: Mapping[str, Any]) -> None:
+    """Write what makes the files one model, or a part of one."""
+    (folder / "config.json").write_text(json.dumps(job.config, indent=2) + "\n", encoding="utf-8")
+    if part is not None:
+        number, count = parse_part(part)
+        write_part(folder, Part(folder, number, count, [shard.file for shard in shards], identity))
+    elif len(shards) > 1:
+        weight_map = {spec.name: shard.file for shard in shards for spec in shard.specs}
+        write_index(folder, weight_map, sum(spec.nbytes for shard in shards for spec in shard.specs))
+
+
+def _clear(folder: Path, keep: set[str]) -> None:
+    """Remove what an earlier run left but the shards that it had begun."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name not in keep or path.is_symlink():
+            path.unlink()
+
+
+def _checked_done(shard: Shard, journal: Journal) -> int:
+    num_done = journal.done.get(shard.file, 0)
+    if not 0 <= num_done <= len(shard.pieces):
+        raise CheckpointError(f"{journal.path} claims {num_done} pieces of {shard.file}; run again to begin anew")
+    return num_done

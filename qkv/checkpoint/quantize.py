@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from qkv.checkpoint.by_rows import has_rows_apart, quantized_rows
 from qkv.checkpoint.calibration import Importances, importance_tensor
 from qkv.checkpoint.job import Job, PieceOf, Target
 from qkv.checkpoint.output import write_model
@@ -23,6 +24,7 @@ from qkv.integration.skeleton import Choice, Chooser
 from qkv.memory.items import Footprint, Item, Note
 from qkv.quantizers.format import Format
 from qkv.quantizers.quantize import quantize_tensor
+from qkv.quantizers.tensor import QuantizedTensor
 from qkv.units import format_bytes
 
 PACKED_ENDINGS = (".qweight", ".weight_packed", ".SCB", ".absmax", ".weight_scale_inv", ".weight_scale")
@@ -69,11 +71,15 @@ def quantize_checkpoint(
     overwrite: bool = False,
     calibrate: Calibration | str | Path | None = None,
     samples: int = 32,
+    restart: bool = False,
+    workers: int = 1,
+    shard: str | None = None,
 ) -> CheckpointReport:
     """Quantize a Hugging Face model directory into a new one; everything that is not a weight comes along.
 
     The peak of memory is about the largest tensor, whatever the model's size. ``dst`` appears whole, when
-    all is written, or not at all.
+    all is written, or not at all. A run that was killed leaves a hidden folder ``.NAME.partial`` beside it; run
+    again with the same arguments, it goes on from there and ends with the same bytes.
 
     Args:
         src: a directory with ``config.json`` and safetensors, one file or sharded; it is only read.
@@ -84,10 +90,14 @@ def quantize_checkpoint(
         calibrate: a text or JSON-lines file to search the scales by, a saved calibration (``.safetensors``), or a
             :class:`qkv.Calibration`. For a text the model is loaded and run once, before anything is written.
         samples: pieces of 512 tokens of that text to read.
+        restart: throw away what an earlier run left unfinished, instead of going on with it.
+        workers: processes that write files at the same time, each in the memory of one; a script that asks for
+            more than one needs ``if __name__ == "__main__":``.
+        shard: ``"2/8"`` writes the second of eight parts of the model, for :func:`qkv.merge_checkpoint`.
 
     Raises:
         CheckpointError: a source that is damaged, unsafe, a pickle, or quantized already; a destination
-            that exists or overlaps the source.
+            that exists, overlaps the source, or holds the unfinished work of other arguments; a full disk.
         QkvError: settings that do not fit, or a tensor that cannot be quantized.
     """
     settings = Settings.parse(format, skip, embeddings, overrides)
@@ -102,7 +112,7 @@ def quantize_checkpoint(
         pieces = {name: _piece(name, source, choice, importances) for name, choice in choices.items()}
         config = _config(source, choices, chooser.final_settings())
         job = Job(source, pieces, config, settings.to_dict() | importances.settings(), "quantizing")
-        left = write_model(job, Target(dst, max_shard_size, overwrite))
+        left = write_model(job, Target(dst, max_shard_size, overwrite, restart, workers, shard))
         footprint = Footprint.of([_item(n, source, c) for n, c in choices.items()], _notes(source, choices))
         return CheckpointReport(footprint, source.nbytes, left, chooser.note, importances.missing)
 
@@ -136,11 +146,20 @@ class _Quantized:
     transposed: bool
     importance: bytes | None
 
-    def __call__(self, source: Source) -> dict[str, Tensor]:
+    def __call__(self, source: Source) -> dict[str, Tensor] | Iterator[dict[str, Tensor]]:
+        if self._goes_by_rows(source.entries[self.name].shape):
+            return quantized_rows(self.name, source, self.format, self._quantize)
         value = source.read(self.name)
-        value = value.mT if self.transposed else value
+        return self._quantize(value.mT if self.transposed else value).state(self.name)
+
+    def _goes_by_rows(self, shape: tuple[int, ...]) -> bool:
+        """Not experts with an importance each, whose rows along dimension 0 need their own."""
+        each_its_own = self.importance is not None and len(shape) > 2
+        return has_rows_apart(self.format, shape) and not self.transposed and not each_its_own
+
+    def _quantize(self, value: Tensor) -> QuantizedTensor:
         importance = None if self.importance is None else importance_tensor(self.importance, value.shape)
-        return quantize_tensor(value, self.format, importance=importance, name=self.name).state(self.name)
+        return quantize_tensor(value, self.format, importance=importance, name=self.name)
 
 
 def _piece(name: str, source: Source, choice: Choice, importances: Importances) -> PieceOf:

@@ -9,6 +9,8 @@ from qkv.checkpoint.index import INDEX_NAME, read_index
 from qkv.checkpoint.paths import check_inside, model_home
 from qkv.errors import CheckpointError
 
+PART_NAME = "qkv_part.json"
+"""What marks a directory as a part of a model (`qkv quantize --shard I/N`)."""
 _PICKLES = ("bin", "pt", "pth", "ckpt", "pkl", "pickle")
 _OTHERS = (
     "safetensors",
@@ -45,8 +47,11 @@ def find_weights(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
     another name.
 
     Raises:
-        CheckpointError: no safetensors (pickles are never opened), or several and no index, or a bad index.
+        CheckpointError: no safetensors (pickles are never opened), or several and no index, or a bad index;
+            a part of a model.
     """
+    if (directory / PART_NAME).is_file():
+        raise CheckpointError(f"{directory} is a part of a model; join all parts first: qkv merge PART... DST")
     home = model_home(directory)
     index = directory / INDEX_NAME
     if index.is_file() and not (directory / "model.safetensors").exists():

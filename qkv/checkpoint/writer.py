@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ import torch
 
 from qkv.checkpoint.header import DTYPES, checked_nbytes
 from qkv.checkpoint.raw import byte_view
-from qkv.errors import shown
+from qkv.errors import CheckpointError, shown
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -38,66 +38,92 @@ class TensorSpec:
 
 
 class StreamWriter:
-    """Writes the header first, then each tensor as it comes, so that only that tensor is in memory.
+    """Writes the header first, then each tensor as it comes, so that only what is being written is in memory.
 
-    The tensors come in the order of `specs`. In the file the widest dtypes lie first, as safetensors itself
-    does it, so that every tensor is aligned for who maps it; within a width the order is that of `specs`.
+    Tensors come whole or by rows, in any order. In the file the widest dtypes lie first, as safetensors
+    itself does it, so that every tensor is aligned for who maps it; within a width the order is that of `specs`.
 
     >>> with StreamWriter(path, [TensorSpec("a", torch.int8, (2, 3))]) as writer:  # doctest: +SKIP
     ...     writer.write("a", torch.zeros(2, 3, dtype=torch.int8))
     """
 
     def __init__(
-        self, path: str | Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None
+        self,
+        path: str | Path,
+        specs: Sequence[TensorSpec],
+        metadata: Mapping[str, str] | None = None,
+        *,
+        keep: bool = False,
+        done: Iterable[str] = (),
     ) -> None:
-        """Create the file, which may not exist yet, and write its header; no metadata means `format: pt`."""
+        """Create the file and write its header, or go on with a file that an earlier run left.
+
+        Args:
+            path: the file; it may not exist yet, unless `keep`.
+            specs: the tensors.
+            metadata: of the header; `format: pt` by default.
+            keep: leave the file where an error stops the writing, for a later run to go on with.
+            done: tensors that are in the file already, from a run with `keep`.
+
+        Raises:
+            CheckpointError: `done` names tensors, and the file is not one that these specs begin.
+        """
         header, self._offsets = _layout(specs, {"format": "pt"} if metadata is None else metadata)
-        self._path = Path(path)
-        self._specs = tuple(specs)
-        self._num_done = 0  # tensors complete
-        self._position = 0  # bytes written of the tensor that is not
-        self._file = self._path.open("xb")
+        self._path, self._keep = Path(path), keep
+        self._specs = {spec.name: spec for spec in specs}
+        self._written = {name: self._specs[name].nbytes for name in done}
+        if self._written and not self._path.is_file():
+            raise CheckpointError(f"{path} is gone since the run that began it; run again to begin anew")
+        mode = "r+b" if self._written else "w+b" if keep else "xb"
+        self._file = self._path.open(mode, buffering=0)
         try:
-            self._file.write(header)
+            if self._written:
+                self._check_begun(header)
+            else:
+                self._put(memoryview(header), 0)
         except BaseException:
             self.abort()
             raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor whole; ValueError unless name, dtype and shape are the next spec's."""
-        spec = self._next_spec(name)
-        if self._position or tuple(tensor.shape) != spec.shape:
+        """Write a tensor whole; ValueError unless name, dtype and shape are those of a spec."""
+        spec = self._spec(name)
+        if self._written.get(name) or tuple(tensor.shape) != spec.shape:
             raise ValueError(f"{shown(name)} needs shape {list(spec.shape)} in one piece, got {list(tensor.shape)}")
         self._append(spec, tensor)
 
     def write_chunk(self, name: str, rows: torch.Tensor) -> None:
-        """Write the next rows (along dimension 0) of the next tensor; the last rows complete it."""
-        spec = self._next_spec(name)
+        """Write the next rows (along dimension 0) of a tensor; the last rows complete it."""
+        spec = self._spec(name)
         if not spec.shape or tuple(rows.shape[1:]) != spec.shape[1:] or rows.dim() != len(spec.shape):
             raise ValueError(f"rows of {list(rows.shape)} do not fit {shown(name)} of shape {list(spec.shape)}")
         self._append(spec, rows)
+
+    def sync(self) -> None:
+        """Put what was written on the disk; another thread may call it while this one writes on."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Check that every tensor is complete and sync the file; ValueError where one is missing."""
         if self._file.closed:
             return
-        if self._num_done < len(self._specs):
-            missing = self._specs[self._num_done].name
+        missing = next((s.name for s in self._specs.values() if self._written.get(s.name, 0) < s.nbytes), None)
+        if missing is not None:
             self.abort()
             raise ValueError(f"{self._path.name}: tensor {shown(missing)} was not written in full")
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self.sync()
             self._file.close()
         except BaseException:
             self.abort()
             raise
 
     def abort(self) -> None:
-        """Close and remove the file."""
-        with contextlib.suppress(OSError):  # a full disk refuses the last flush as well
+        """Close the file, and remove it unless it is to be kept."""
+        with contextlib.suppress(OSError):
             self._file.close()
-        self._path.unlink(missing_ok=True)
+        if not self._keep:
+            self._path.unlink(missing_ok=True)
 
     def __enter__(self) -> StreamWriter:
         return self
@@ -110,24 +136,30 @@ class StreamWriter:
         else:
             self.abort()
 
-    def _next_spec(self, name: str) -> TensorSpec:
-        expected = self._specs[self._num_done] if self._num_done < len(self._specs) else None
-        if expected is None or expected.name != name:
-            wanted = "nothing more" if expected is None else shown(expected.name)
-            raise ValueError(f"{self._path.name} expects {wanted} next, not {shown(name)}")
-        return expected
+    def _spec(self, name: str) -> TensorSpec:
+        if name not in self._specs:
+            raise ValueError(f"{self._path.name} has no tensor {shown(name)}")
+        return self._specs[name]
 
     def _append(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
         if tensor.dtype != spec.dtype:
             raise ValueError(f"{shown(spec.name)} needs {spec.dtype}, got {tensor.dtype}")
         data = byte_view(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
-        if self._position + len(data) > spec.nbytes:
-            raise ValueError(f"{shown(spec.name)} takes {spec.nbytes} bytes, got {self._position + len(data)}")
-        self._file.seek(self._offsets[spec.name] + self._position)
-        self._file.write(data)
-        self._position += len(data)
-        if self._position == spec.nbytes:
-            self._num_done, self._position = self._num_done + 1, 0
+        position = self._written.get(spec.name, 0)
+        if position + len(data) > spec.nbytes:
+            raise ValueError(f"{shown(spec.name)} takes {spec.nbytes} bytes, got {position + len(data)}")
+        self._put(data, self._offsets[spec.name] + position)
+        self._written[spec.name] = position + len(data)
+
+    def _put(self, data: memoryview, position: int) -> None:
+        self._file.seek(position)
+        while data:  # one call to the system writes 2 GB at most
+            data = data[self._file.write(data) :]
+
+    def _check_begun(self, header: bytes) -> None:
+        end = max((self._offsets[name] + nbytes for name, nbytes in self._written.items()), default=0)
+        if self._file.read(len(header)) != header or os.fstat(self._file.fileno()).st_size < end:
+            raise CheckpointError(f"{self._path} is not as the run that began it left it; run again to begin anew")
 
 
 def _layout(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from qkv.cli.options import add_output_options
+from qkv.cli.options import add_output_options, written
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,5 +23,8 @@ def run(options: argparse.Namespace) -> None:
         dtype=options.dtype,
         max_shard_size=options.max_shard_size,
         overwrite=options.overwrite,
+        restart=options.restart,
+        workers=options.workers,
+        shard=options.shard,
     )
-    print(f"written: {options.dst}")
+    print(written(options))

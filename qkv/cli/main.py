@@ -14,7 +14,8 @@ USERS_TO_MEND = (
     errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP,
 )  # fmt: skip
 """Errors of the system that are told in one line."""
-COMMANDS = ("quantize", "dequantize", "generate", "perplexity", "report", "doctor", "bench", "demo")
+STOPPED = "qkv: stopped; nothing is under the final name; quantize and dequantize go on when run again"
+COMMANDS = ("quantize", "dequantize", "merge", "generate", "perplexity", "report", "doctor", "bench", "demo")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _say(error)
         raise
     except KeyboardInterrupt:
-        print("qkv: stopped; nothing was left under the final name", file=sys.stderr)
+        print(STOPPED, file=sys.stderr)
         return 130
     return 0
 

@@ -12,6 +12,20 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dst", metavar="DST", help="directory to make; it appears whole or not at all")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default 5GB)")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is a model directory")
+    parser.add_argument(
+        "--restart", action="store_true", help="throw away what an unfinished run left, instead of going on with it"
+    )
+    parser.add_argument(
+        "--workers", type=positive, default=1, metavar="N", help="processes, each with files of its own"
+    )
+    parser.add_argument("--shard", metavar="I/N", help="write the I-th of N parts to DST, for `qkv merge` to join")
+
+
+def written(options: argparse.Namespace) -> str:
+    """The last line of a command that wrote DST."""
+    if options.shard:
+        return f"written: {options.dst}, part {options.shard}; join all parts with qkv merge PART... DST"
+    return f"written: {options.dst}"
 
 
 def add_format_options(parser: argparse.ArgumentParser) -> None:

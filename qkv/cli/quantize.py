@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from qkv.cli.options import add_format_options, add_output_options, overrides, positive
+from qkv.cli.options import add_format_options, add_output_options, overrides, positive, written
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +44,9 @@ def run(options: argparse.Namespace) -> None:
         max_shard_size=options.max_shard_size,
         overwrite=options.overwrite,
         calibrate=calibration,
+        restart=options.restart,
+        workers=options.workers,
+        shard=options.shard,
     )
     print(report)
-    print(f"written: {options.dst}")
+    print(written(options))

@@ -44,7 +44,7 @@ def test_appears_whole_at_the_end_in_a_folder_made_for_it(tmp_path: Path) -> Non
     with Destination(dst) as folder:
         (folder / "sub").mkdir()
         (folder / "sub" / "file").write_text("x")
-        assert folder.parent == dst.parent and folder.name.startswith(".out.partial-")
+        assert folder.parent == dst.parent / ".out.partial"
         assert not dst.exists()
     assert tree(dst) == {"sub/file": b"x"} and names(dst.parent) == ["out"]
 
@@ -103,6 +103,9 @@ def test_a_killed_run_leaves_nothing_under_the_final_name(tmp_path: Path, how: s
     assert not (tmp_path / "out").exists()
     if how == signal.SIGINT:  # no program can tidy up after SIGKILL
         assert names(tmp_path) == []
+    with Destination(tmp_path / "out") as folder:  # but the next one does, and the lock died with the process
+        assert not list(folder.iterdir())
+    assert names(tmp_path) == ["out"]
 
 
 def test_an_existing_destination_is_refused(tmp_path: Path) -> None:
@@ -145,7 +148,7 @@ def test_the_old_model_comes_back_if_the_new_one_cannot_take_its_place(
     original: Any = Path.rename
 
     def rename(path: Path, target: Path) -> Path:
-        if ".partial-" in path.name:
+        if path.parent.name == ".out.partial" and path.name == "model":
             raise OSError(errno.EIO, "Input/output error")
         result: Path = original(path, target)
         return result
@@ -188,6 +191,94 @@ def test_the_source_is_never_the_destination(tmp_path: Path, overwrite: bool) ->
     assert tree(source) == before
     with Destination(tmp_path / "p" / "src2", source_dir=source):  # a name that only begins the same
         pass
+
+
+ONE: dict[str, Any] = {"identity": {"settings": {"format": "nf4"}}}
+OTHER: dict[str, Any] = {"identity": {"settings": {"format": "int8"}}}
+
+
+def stop(dst: Path, error: BaseException, **options: Any) -> None:
+    with pytest.raises(type(error)), Destination(dst, **options) as folder:
+        (folder / "begun").write_text("x")
+        raise error
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt(), SystemExit(1), MemoryError()])
+def test_what_stops_a_run_with_an_identity_leaves_its_work_for_the_next(tmp_path: Path, error: Any) -> None:
+    stop(tmp_path / "out", error, **ONE)
+    assert names(tmp_path) == [".out.partial"]
+    place = Destination(tmp_path / "out", **ONE)
+    with place as folder:
+        assert names(folder) == ["begun"] and not place.journal.complete
+    assert tree(tmp_path) == {"out/begun": b"x"}
+
+
+def test_an_error_that_would_come_again_leaves_nothing(tmp_path: Path) -> None:
+    stop(tmp_path / "out", CheckpointError("bad"), **ONE)
+    assert names(tmp_path) == []
+
+
+def test_the_work_of_another_identity_is_refused_unless_it_is_thrown_away(tmp_path: Path) -> None:
+    stop(tmp_path / "out", KeyboardInterrupt(), **ONE)
+    before = tree(tmp_path)
+    told = r"\.out\.partial holds .*settings\.format was 'nf4' and is 'int8'.*--restart"
+    with pytest.raises(CheckpointError, match=told), Destination(tmp_path / "out", **OTHER):
+        pass
+    assert tree(tmp_path) == before
+    with Destination(tmp_path / "out", restart=True, **OTHER) as folder:
+        assert not names(folder)
+    assert names(tmp_path) == ["out"]
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    with Destination(tmp_path / "out", **ONE):
+        for options in (ONE, OTHER, {**ONE, "restart": True}):
+            with (
+                pytest.raises(CheckpointError, match="another run is writing"),
+                Destination(tmp_path / "out", **options),
+            ):
+                pass
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_folder_of_that_name_that_is_not_ours_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "precious").write_text("x")
+    for restart in (False, True):
+        with pytest.raises(CheckpointError, match="precious"), Destination(tmp_path / "out", restart=restart, **ONE):
+            pass
+    assert tree(tmp_path) == {".out.partial/precious": b"x"}
+    (tmp_path / ".p.partial").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot write in"), Destination(tmp_path / "p", **ONE):
+        pass
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_a_run_killed_while_it_replaces_is_finished_by_the_next(tmp_path: Path, published: bool) -> None:
+    """Between the two renames nothing has the final name; after them, only tidying up is left."""
+    model(tmp_path / "out", 1.0)
+    place = Destination(tmp_path / "out", overwrite=True, **ONE)
+    with pytest.raises(KeyboardInterrupt), place as folder:
+        (folder / "new").write_text("x")
+        place.journal.record(complete=True)
+        raise KeyboardInterrupt
+    partial = tmp_path / ".out.partial"
+    (tmp_path / "out").rename(partial / "replaced")
+    if published:
+        (partial / "model").rename(tmp_path / "out")
+    again = Destination(tmp_path / "out", overwrite=True, **ONE)
+    with again:
+        assert again.journal.complete and again.is_published == published
+    assert tree(tmp_path) == {"out/new": b"x"}
+
+
+def test_the_old_model_is_put_back_before_unfinished_work_is_refused(tmp_path: Path) -> None:
+    model(tmp_path / "out")
+    stop(tmp_path / "out", KeyboardInterrupt(), overwrite=True, **ONE)
+    (tmp_path / "out").rename(tmp_path / ".out.partial" / "replaced")
+    with pytest.raises(CheckpointError, match="unfinished"), Destination(tmp_path / "out", overwrite=True, **OTHER):
+        pass
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 WEIGHTS = [

@@ -288,32 +288,41 @@ def poisoned(source: Path, target: Path) -> Path:
     return target
 
 
-def test_a_run_that_fails_leaves_nothing(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_would_fail_again_leaves_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
     bad = poisoned(checkpoint("llama"), tmp_path / "bad")
     with pytest.raises(QkvError, match=r"_proj\.weight has 1 values"):
         quantize_checkpoint(bad, tmp_path / "q")
     assert [p.name for p in tmp_path.iterdir()] == ["bad"]
-    calls = iter(range(1000))
-    write = StreamWriter.write
 
-    def full(self: StreamWriter, name: str, tensor: torch.Tensor) -> None:
-        if next(calls) == 10:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, name, tensor)
 
+def test_a_full_disk_leaves_what_is_done_to_go_on_with(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize_checkpoint(checkpoint("llama"), tmp_path / "whole", "nf4")
     quantize_checkpoint(checkpoint("llama"), tmp_path / "old", "int8")
     before = tree(tmp_path / "old")
-    monkeypatch.setattr(StreamWriter, "write", full)
+    put = StreamWriter._put
+    calls = iter(range(1000))
+
+    def full(self: StreamWriter, data: memoryview, position: int) -> None:
+        if next(calls) in (10, 20):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        put(self, data, position)
+
+    monkeypatch.setattr(StreamWriter, "_put", full)
     for target in ("q", "old"):
         calls = iter(range(1000))
-        with pytest.raises(OSError, match="No space left"):
-            quantize_checkpoint(checkpoint("llama"), tmp_path / target, overwrite=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad", "old"] and tree(tmp_path / "old") == before
+        for _ in range(2):
+            told = rf"No space left on device; what is done is in .*\.{target}\.partial: .* to go on"
+            with pytest.raises(CheckpointError, match=told):
+                quantize_checkpoint(checkpoint("llama"), tmp_path / target, overwrite=True)
+        assert (tmp_path / target).exists() == (target == "old") and tree(tmp_path / "old") == before
+        quantize_checkpoint(checkpoint("llama"), tmp_path / target, overwrite=True)
+        assert tree(tmp_path / target) == tree(tmp_path / "whole")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["old", "q", "whole"]
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_full_disk_is_told(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A real one: the process may write no file beyond 20 kB (RLIMIT_FSIZE)."""
     code = (
         "import resource, signal, sys\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -321,8 +330,8 @@ def test_a_full_disk_is_told_and_leaves_nothing(checkpoint: Checkpoint, tmp_path
         "sys.exit(main(['quantize', sys.argv[1], sys.argv[2], '--format', 'int8']))"
     )
     result = run_python(code, str(checkpoint("llama", hidden_size=64)), str(tmp_path / "q"))
-    assert result.returncode != 0 and not list(tmp_path.iterdir()), result.stderr
-    assert "too large" in result.stderr
+    assert result.returncode == 2 and [p.name for p in tmp_path.iterdir()] == [".q.partial"], result.stderr
+    assert "too large" in result.stderr and result.stderr.count("\n") == 1
 
 
 PEAK = """
