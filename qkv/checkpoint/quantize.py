@@ -23,6 +23,7 @@ from qkv.integration.settings import FORMAT_VERSION, Settings
 from qkv.integration.skeleton import Choice, Chooser
 from qkv.memory.items import Footprint, Item, Note
 from qkv.quantizers.format import Format
+from qkv.quantizers.kernels import native
 from qkv.quantizers.quantize import quantize_tensor
 from qkv.quantizers.tensor import QuantizedTensor
 from qkv.units import format_bytes
@@ -40,6 +41,7 @@ class CheckpointReport:
         left_behind: files of the source that were not copied, with the reason.
         note: how layers were told apart where transformers does not know the model; else empty.
         uncalibrated: tensors that a calibration says nothing of.
+        slow: why it was done without the native library; else empty.
     """
 
     footprint: Footprint
@@ -47,12 +49,15 @@ class CheckpointReport:
     left_behind: Mapping[str, str]
     note: str
     uncalibrated: tuple[str, ...] = ()
+    slow: str = ""
 
     def __str__(self) -> str:
         before, after = format_bytes(self.before_nbytes), format_bytes(self.footprint.weight_nbytes)
         lines = [f"weights {before} -> {after}", str(self.footprint)]
         if self.note:
             lines.append(self.note)
+        if self.slow:
+            lines.append(f"done without the native library, more slowly: {self.slow}")
         lines += uncalibrated_lines(self.uncalibrated)
         others = {name: why for name, why in self.left_behind.items() if why not in ("weights", "hidden")}
         lines += [f"not copied: {name} ({reason})" for name, reason in others.items()]
@@ -114,7 +119,9 @@ def quantize_checkpoint(
         job = Job(source, pieces, config, settings.to_dict() | importances.settings(), "quantizing")
         left = write_model(job, Target(dst, max_shard_size, overwrite, restart, workers, shard))
         footprint = Footprint.of([_item(n, source, c) for n, c in choices.items()], _notes(source, choices))
-        return CheckpointReport(footprint, source.nbytes, left, chooser.note, importances.missing)
+        return CheckpointReport(
+            footprint, source.nbytes, left, chooser.note, importances.missing, native.unavailable() or ""
+        )
 
 
 def refuse_quantized(source: Source) -> None:

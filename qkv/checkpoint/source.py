@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,10 @@ from qkv.checkpoint.raw import byte_view
 from qkv.checkpoint.strict_json import read_object
 from qkv.checkpoint.weight_files import find_weights, is_pickle, refuse_pickle
 from qkv.errors import CheckpointError, shown
+
+MAX_CLAIMED = 1000
+"""A config.json may claim so many layers or experts, or as many as there are tensors: a module is built for each."""
+_COUNTS = re.compile(r"(^|_)(layers?|experts|blocks)$")
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,21 @@ class Source:
         return sum(entry.nbytes for entry in self.entries.values())
 
     def require_config(self) -> dict[str, Any]:
-        """Return the config; CheckpointError where there is none or nothing in it."""
+        """Return the config, for a model to be built from it.
+
+        Raises:
+            CheckpointError: there is none, nothing in it, or it claims more layers than the files can hold.
+        """
         if not self.config:
             raise CheckpointError(f"{self.directory} has no config.json that says anything; add the model's own")
+        most = max(MAX_CLAIMED, len(self.entries))
+        for config in (self.config, *(value for value in self.config.values() if isinstance(value, dict))):
+            for key, value in config.items():
+                if _COUNTS.search(key) and isinstance(value, int) and value > most:
+                    raise CheckpointError(
+                        f"{self.directory / 'config.json'} claims {key} = {shown(value)} for {len(self.entries)} "
+                        "tensors; get it again"
+                    )
         return self.config
 
     def read(self, name: str) -> torch.Tensor:

@@ -20,6 +20,7 @@ from qkv.checkpoint.writer import StreamWriter
 from qkv.errors import CheckpointError, QkvError
 from qkv.integration.patch import quantize_
 from qkv.memory.footprint import footprint
+from qkv.quantizers.kernels import native
 from tests.helpers import (
     FAMILIES,
     assert_same_model,
@@ -159,6 +160,18 @@ def test_everything_else_comes_along_and_no_source_weights(checkpoint: Checkpoin
     assert b'"format":"pt"' in header
     assert report.left_behind["pytorch_model.bin"] == "weights" and "not copied" not in str(report)
     assert "bits/weight" in str(report) and str(report).startswith("weights ")
+
+
+def test_what_is_done_without_the_native_library_says_so_once(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native.unavailable() is not None:
+        pytest.skip("needs the native library")
+    assert "native" not in str(quantize_checkpoint(checkpoint("llama"), tmp_path / "with", "nf4"))
+    monkeypatch.setattr(native, "unavailable", lambda: "not compiled: no C compiler")
+    report = quantize_checkpoint(checkpoint("llama"), tmp_path / "without", "nf4")
+    assert str(report).count("without the native library, more slowly: not compiled: no C compiler") == 1
+    assert tree(tmp_path / "with") == tree(tmp_path / "without")
 
 
 EXPERTS = {
