@@ -20,7 +20,7 @@ def identity_of(job: Job, max_shard_nbytes: int, part: str | None) -> dict[str, 
     """
     from qkv import __version__
 
-    return {
+    identity = {
         "qkv": __version__,
         "job": job.title,
         "source": {path.name: _file(path) for path in job.source.shards},
@@ -29,6 +29,7 @@ def identity_of(job: Job, max_shard_nbytes: int, part: str | None) -> dict[str, 
         "max_shard_nbytes": max_shard_nbytes,
         "part": part,
     }
+    return dict(json.loads(json.dumps(identity)))  # as a journal gives it back: a tuple is a list
 
 
 def without_times(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,15 +104,7 @@ def test_two_processes_on_two_folders(checkpoint: Checkpoint, tmp_path: Path) ->
     options = ["--format", "nf4", "--max-shard-size", "10KB"]
     runs = [
         subprocess.Popen(
-            [
-                *program,
-                "quantize",
-                str(tmp_path / f"src{n}"),
-                str(tmp_path / f"part{n}"),
-                *options,
-                "--shard",
-                f"{n}/2",
-            ],
+            [*program, *(str(tmp_path / f"{name}{n}") for name in ("src", "part")), *options, "--shard", f"{n}/2"],
             stdout=subprocess.PIPE,
             text=True,
         )
