@@ -59,8 +59,8 @@ def write_shards(folder: Path, tasks: Sequence[Task], job: Job, workers: int, wr
             crew[connection] = process
             connection.send(waiting.pop())
         while crew:
-            for connection in wait(list(crew)):
-                assert isinstance(connection, Connection)
+            ready = wait(list(crew))
+            for connection in [each for each in crew if each in ready]:
                 if _hear(connection, crew[connection], wrote, synced):
                     continue
                 if waiting:

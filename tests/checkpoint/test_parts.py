@@ -58,7 +58,7 @@ def test_an_error_of_one_worker_stops_all_with_its_one_line(checkpoint: Checkpoi
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_told_and_the_work_goes_on(checkpoint: Checkpoint, tmp_path: Path) -> None:
     source = checkpoint("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=12)
-    options = {"format": "int8:double", "max_shard_size": "5MB"}
+    options: dict[str, Any] = {"format": "int8:double", "max_shard_size": "5MB"}
     quantize_checkpoint(source, tmp_path / "one", **options)
 
     def kill() -> None:
