@@ -159,7 +159,7 @@ def _attend_tile(queries: Tensor, open_mask: Tensor, sink_logits: Tensor | None,
     if view.anchors is not None:
         _anchor_tile(rows, state, scope)
     for run in view.runs:
-        _run_tile(rows, run, state, scope)
+        _run_tile(rows, run.on(rows.device), state, scope)
     _tail_tile(rows, open_mask, state, scope)
     if _is_rotated(view):
         state.output = spread(state.output)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qkv.cache.codec import Codec, Layout
 
+HOST = torch.device("cpu")
 SLAB_TOKENS = 512
 """Tokens of a full slab: also the tile that attention works on, small enough to stay in a CPU's L2."""
 
@@ -105,10 +106,16 @@ class Block:
 
 
 class BlockStore:
-    """All blocks of one layout. Every mutation is one of ``put``, ``share`` and ``drop``."""
+    """All blocks of one layout. Every mutation is one of ``put``, ``share`` and ``drop``.
 
-    def __init__(self, layout: BlockLayout) -> None:
-        self.layout = layout
+    Args:
+        layout: what a block looks like.
+        offload: keep the blocks in host memory; whoever reads them fetches what it reads.
+    """
+
+    def __init__(self, layout: BlockLayout, *, offload: bool = False) -> None:
+        self.layout, self.offloaded = layout, offload
+        self.home: torch.device | None = None  # where blocks come from, and where they are decoded
         self.slab_blocks = max(1, SLAB_TOKENS // layout.block_size)
         self._slabs: dict[Slab, None] = {}
         self._last: Slab | None = None
@@ -138,6 +145,9 @@ class BlockStore:
     def put_encoded(self, encoded: dict[str, Tensor], starts: Sequence[int]) -> list[Block]:
         """Hold blocks that are encoded already (a saved cache)."""
         num_tokens = encoded["keys.codes"].shape[2]
+        self.home = encoded["keys.codes"].device
+        if self.offloaded:
+            encoded = fetched(encoded, HOST)
         blocks: list[Block] = []
         for first in range(0, len(starts), self.slab_blocks):
             part = {name: t[first : first + self.slab_blocks] for name, t in encoded.items()}
@@ -169,8 +179,14 @@ class BlockStore:
 
     def decode(self, block: Block) -> tuple[Tensor, Tensor]:
         """Keys and values ``dtype [heads, tokens, dim]`` of one block."""
-        keys, values = decode_slots(self.layout, block.tensors())
+        keys, values = decode_slots(self.layout, fetched(block.tensors(), self.home))
         return keys[0], values[0]
+
+    def offload(self, offloaded: bool) -> None:
+        """Move every block, and those to come, to host memory or back; handles stay as they are."""
+        self.offloaded = offloaded
+        for slab in self._slabs:
+            slab.tensors = fetched(slab.tensors, HOST if offloaded else self.home)
 
     def _add(self, new: Slab) -> None:
         last = self._last
@@ -192,9 +208,14 @@ class BlockStore:
         """What is left of a slab, without holes."""
         rest = [block for block in slab.blocks if block not in gone]
         if rest:
-            slots = torch.tensor([block.slot for block in rest], device=slab.tensors["keys.codes"].device)
-            self._add(Slab({n: t.index_select(0, slots) for n, t in slab.tensors.items()}, rest))
+            slots = [block.slot for block in rest]
+            self._add(Slab({n: t[slots] for n, t in slab.tensors.items()}, rest))
         slab.tensors, slab.blocks = {}, []  # a freed block still points here: its bytes must not wait for gc
+
+
+def fetched(tensors: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
+    """The tensors on ``device``; no copy where they are there already."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def decode_slots(layout: BlockLayout, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -319,7 +319,8 @@ class CacheLayer:
         settings = self.settings
         shape = (heads, key_dim, values.shape[3], settings.block_size)
         if self.store is None:
-            self.store = BlockStore(BlockLayout(*shape, settings.keys, settings.values, keys.dtype))
+            layout = BlockLayout(*shape, settings.keys, settings.values, keys.dtype)
+            self.store = BlockStore(layout, offload=settings.offload)
         if self._exact is None:
             exact = Codec("exact")
             self._exact = BlockStore(BlockLayout(*shape, exact, exact, keys.dtype))

@@ -26,6 +26,7 @@ class LayerSettings:
         rotation: the model's rotary angles, where sinks may have to be turned; None: no rotary positions.
         byte_budget: bytes this layer may hold over the whole batch; None: not limited in bytes.
         token_share: this layer's part of a budget in tokens, 1 being the mean.
+        offload: keep sealed blocks in host memory; attention fetches a tile of them at a time.
 
     Raises:
         QkvError: sizes that are no sizes.
@@ -39,6 +40,7 @@ class LayerSettings:
     rotation: Rotation | None = None
     byte_budget: int | None = None
     token_share: float = 1.0
+    offload: bool = False
 
     def __post_init__(self) -> None:
         for name, value, least in (("block_size", self.block_size, 1), ("residual", self.residual, 0)):

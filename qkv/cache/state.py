@@ -52,7 +52,8 @@ def load_layer_state(layer: CacheLayer, tensors: dict[str, Tensor], metadata: di
     keys, values = tensors["tail.keys"], tensors["tail.values"]
     settings, exact = layer.settings, Codec("exact")
     shape = (keys.shape[1], keys.shape[3], values.shape[3], settings.block_size)
-    layer.store = layer.store or BlockStore(BlockLayout(*shape, settings.keys, settings.values, keys.dtype))
+    layout = BlockLayout(*shape, settings.keys, settings.values, keys.dtype)
+    layer.store = layer.store or BlockStore(layout, offload=settings.offload)
     layer._exact = layer._exact or BlockStore(BlockLayout(*shape, exact, exact, keys.dtype))
     blocks = _load_blocks(layer.store, tensors, metadata["starts"])
     layer.tail, layer.seen = Tail(keys, values), metadata["seen"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from qkv.cache.blocks import Block, BlockLayout, decode_slots
+from qkv.cache.blocks import Block, BlockLayout, decode_slots, fetched
 from qkv.cache.rotation import Rotation
 from qkv.cache.row import Row
 from qkv.errors import QkvError
@@ -30,6 +30,14 @@ class Run:
     layout: BlockLayout
     tensors: dict[str, Tensor]
     starts: tuple[int, ...]
+
+    def on(self, device: torch.device) -> Run:
+        """The run where it is to be read: itself, or a copy of this tile of an offloaded layer."""
+        return (
+            self
+            if self.tensors["keys.codes"].device == device
+            else replace(self, tensors=fetched(self.tensors, device))
+        )
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,7 @@ def _dense_row(layer: CacheLayer, index: int) -> tuple[Tensor, Tensor]:
             turned = view.rotation.move(turned, view.anchor_turn)
         keys.append(turned)
         values.append(view.anchors[1])
-    for run in view.runs:
+    for run in (run.on(view.tail_keys.device) for run in view.runs):
         run_keys, run_values = (t.transpose(0, 1).flatten(1, 2) for t in decode_slots(run.layout, run.tensors))
         shown = _shown(run, max(low, view.hidden))
         keys.append(run_keys if shown is None else run_keys[:, shown])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
@@ -49,6 +50,7 @@ class KVCache(Cache):  # type: ignore[misc]
         block_size: tokens encoded, evicted and shared at once.
         residual: newest tokens that stay exact.
         shareable: use our layers for sliding windows too, so that a :class:`PrefixCache` can share them.
+        offload: keep sealed blocks in host memory; attention brings them to the device a tile at a time.
 
     Raises:
         QkvError: a codec, size or budget that does not exist, or a model none of whose layers can be held.
@@ -68,6 +70,7 @@ class KVCache(Cache):  # type: ignore[misc]
         block_size: int = DEFAULT_BLOCK_SIZE,
         residual: int = DEFAULT_RESIDUAL,
         shareable: bool = False,
+        offload: bool = False,
     ) -> None:
         decoder = config.get_text_config(decoder=True)
         angles = rotary_angles(decoder)
@@ -78,6 +81,7 @@ class KVCache(Cache):  # type: ignore[misc]
             residual=residual,
             retain=retain if retain is not None else KeepAll(),
             rotation=None if angles is None else Rotation(*angles),
+            offload=offload,
         )
         check_rotation(settings)
         self._begin(make_layers(decoder, settings, shareable), settings, model_key(decoder))
@@ -226,11 +230,11 @@ class KVCache(Cache):  # type: ignore[misc]
         save_cache(self, Path(path))
 
     @classmethod
-    def load(cls, path: str | Path) -> KVCache:
-        """Read what :meth:`save` wrote; attach it to the model again where it was."""
+    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> KVCache:
+        """Read what :meth:`save` wrote, onto the model's ``device``; attach it to the model again where it was."""
         from qkv.integration.hf_cache_file import load_cache
 
-        return load_cache(Path(path))
+        return load_cache(Path(path), device)
 
     # --- budgets -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from qkv.integration.hf_cache import KVCache
 
 FORMAT = "qkv-cache-1"
+PLAIN = ("block_size", "residual", "byte_budget", "token_share", "offload")
+"""Settings that are numbers."""
 
 
 def save_cache(cache: KVCache, path: Path) -> None:
-    """Write every layer: blocks encoded as they are, tails exact.
+    """Write every layer: blocks encoded as they are, tails exact. ``path`` appears whole or not at all.
 
     Raises:
         QkvError: open tokens, or a layer with a state of another kind (linear attention).
@@ -38,16 +41,21 @@ def save_cache(cache: KVCache, path: Path) -> None:
         layers.append(description)
         tensors |= {f"layer{index}.{name}": t.contiguous().clone() for name, t in found.items()}
     header = {"settings": settings_to_json(cache.settings), "layers": layers, "model": cache.model_key}
-    save_file(tensors, path, metadata={"format": "pt", "qkv_cache": FORMAT, "qkv": json.dumps(header)})
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        save_file(tensors, unfinished, metadata={"format": "pt", "qkv_cache": FORMAT, "qkv": json.dumps(header)})
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
-def load_cache(path: Path) -> KVCache:
-    """Read a file of :func:`save_cache`.
+def load_cache(path: Path, device: str | torch.device = "cpu") -> KVCache:
+    """Read a file of :func:`save_cache` onto ``device``.
 
     Raises:
         QkvError: a missing or damaged file, or one of another kind.
     """
-    header, tensors = _read(path)
+    header, tensors = _read(path, device)
     from qkv.integration.hf_cache import KVCache
 
     layers = [_make_layer(description) for description in header["layers"]]
@@ -64,7 +72,7 @@ def settings_to_json(settings: LayerSettings) -> dict[str, Any]:
     retain = settings.retain
     kind = next(name for name, known in RETENTIONS.items() if type(retain) is known)
     rotation = None if settings.rotation is None else asdict(settings.rotation)
-    plain = {name: getattr(settings, name) for name in ("block_size", "residual", "byte_budget", "token_share")}
+    plain = {name: getattr(settings, name) for name in PLAIN}
     codecs = {"keys": str(settings.keys), "values": str(settings.values)}
     fields = asdict(retain)  # type: ignore[call-overload]
     return plain | codecs | {"retain": [kind, fields], "rotation": rotation}
@@ -79,12 +87,9 @@ def settings_from_json(saved: dict[str, Any]) -> LayerSettings:
     return LayerSettings(
         keys=Codec.parse(saved["keys"]),
         values=Codec.parse(saved["values"]),
-        block_size=saved["block_size"],
-        residual=saved["residual"],
         retain=retain,
         rotation=None if rotation is None else Rotation(tuple(rotation["frequencies"]), *list(rotation.values())[1:]),
-        byte_budget=saved["byte_budget"],
-        token_share=saved["token_share"],
+        **{name: saved[name] for name in PLAIN},
     )
 
 
@@ -123,11 +128,11 @@ def _fill_layer(layer: Any, description: dict[str, Any], tensors: dict[str, Tens
             layer.cumulative_length = description["seen"]
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(path: Path, device: str | torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not path.is_file():
         raise QkvError(f"{path} is not a file; save a cache there first")
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             if metadata.get("qkv_cache") != FORMAT:
                 raise QkvError(f"{path} is not a saved cache of this version ({FORMAT})")

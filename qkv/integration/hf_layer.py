@@ -127,11 +127,13 @@ class KVLayer(CacheLayerMixin):  # type: ignore[misc]
         self.core.reorder(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
     def offload(self) -> None:
-        """Refused: blocks may be shared with other caches, which still read them."""
-        raise QkvError(
-            "a KVCache is not offloaded to the CPU: its blocks may be shared; hold less (int4, Window, Importance) "
-            "or let transformers' DynamicCache(offloading=True) hold it exact"
-        )
+        """Move sealed blocks to host memory; they can be read there, a tile at a time. The tail stays."""
+        self._move(True)
 
     def prefetch(self) -> None:
-        """Nothing was offloaded."""
+        """Move sealed blocks back to the device they came from."""
+        self._move(False)
+
+    def _move(self, offloaded: bool) -> None:
+        if self.core.store is not None:
+            self.core.store.offload(offloaded)
