@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -45,15 +46,23 @@ def kv_nbytes(
     retain = retain or KeepAll()
     codecs = (Codec.parse(keys, "channel"), Codec.parse(values, "token"))
     total = 0
-    for shape in layers:
+    for shape, count in Counter(layers).items():
         if shape.window is not None:
             held = min(tokens, shape.window - 1)
-            total += batch * held * shape.heads * (shape.key_dim + shape.value_dim) * dtype.itemsize
+            total += count * batch * held * shape.heads * (shape.key_dim + shape.value_dim) * dtype.itemsize
             continue
         layout = BlockLayout(shape.heads, shape.key_dim, shape.value_dim, block_size, *codecs, dtype)
-        total += batch * _row_nbytes(layout, tokens, residual, retain)
+        total += count * batch * _row_nbytes(layout, tokens, residual, retain)
     kind, amount = parse_budget(retain.budget) if isinstance(retain, Importance) else ("tokens", 0.0)
     return min(total, int(amount)) if kind == "bytes" else total
+
+
+def sealed_token_nbytes(
+    shape: LayerShape, *, keys: str | Codec, values: str | Codec, dtype: torch.dtype, block_size: int
+) -> float:
+    """Bytes a token of one layer takes once its block is sealed, scales and positions included."""
+    codecs = (Codec.parse(keys, "channel"), Codec.parse(values, "token"))
+    return BlockLayout(shape.heads, shape.key_dim, shape.value_dim, block_size, *codecs, dtype).nbytes() / block_size
 
 
 def _row_nbytes(layout: BlockLayout, tokens: int, residual: int, retain: Retention) -> int:

@@ -64,7 +64,7 @@ def read_header(path: str | Path) -> tuple[dict[str, TensorEntry], dict[str, str
     Raises:
         CheckpointError: naming the file and what is wrong with it.
     """
-    path = Path(path)
+    path = path if isinstance(path, Path) else Path(path)
     header, data_start, file_nbytes = _read_json(path)
     metadata = _checked_metadata(path, header.pop("__metadata__", {}))
     entries = [_entry(path, data_start, name, fields) for name, fields in header.items()]

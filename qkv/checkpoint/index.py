@@ -31,7 +31,8 @@ def read_index(path: Path, home: Path) -> dict[str, Path]:
             raise CheckpointError(f"{path} names {shown(name)}, which is not a .safetensors file")
         check_inside(path.parent / name, home)
     _check_present(path, names)
-    return {tensor: path.parent / name for tensor, name in weight_map.items()}
+    shards = {name: path.parent / name for name in names}  # one Path a file, however many tensors it holds
+    return {tensor: shards[name] for tensor, name in weight_map.items()}
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total_nbytes: int) -> Path:

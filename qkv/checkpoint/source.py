@@ -143,7 +143,8 @@ def _merged_entries(shards: list[Path]) -> dict[str, TensorEntry]:
 def _check_index(directory: Path, weight_map: dict[str, Path], entries: dict[str, TensorEntry]) -> None:
     """Check that the index and the shards tell the same story about every tensor."""
     for name, shard in weight_map.items():
-        if name not in entries or entries[name].path != shard:
+        entry = entries.get(name)
+        if entry is None or (entry.path is not shard and entry.path != shard):
             raise CheckpointError(f"{shard} lacks the tensor {shown(name)} that the index lists in it; get it again")
     for name, entry in entries.items():
         if name not in weight_map:

@@ -56,7 +56,7 @@ def find_weights(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
     index = directory / INDEX_NAME
     if index.is_file() and not (directory / "model.safetensors").exists():
         weight_map = read_index(index, home)
-        return sorted(set(weight_map.values())), weight_map
+        return sorted({id(shard): shard for shard in weight_map.values()}.values()), weight_map
     shard = _only_file(directory)
     check_inside(shard, home)
     return [shard], None

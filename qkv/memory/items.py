@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -25,6 +26,8 @@ ROLES = tuple(
     )
 )
 """Roles by the components of a tensor's name; the first that fits counts."""
+NUMBERS = re.compile(r"\d+")
+"""Layers and experts differ by these alone; with them alike, few names are left to look at."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Item:
     @property
     def role(self) -> str:
         """``embedding``, ``attention``, ``mlp`` and so on, or ``other``."""
-        return next((role for role, pattern in ROLES if pattern.search(self.name.lower())), "other")
+        return _role(NUMBERS.sub("0", self.name.lower()))
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,11 @@ class Footprint:
         from qkv.memory.table import table
 
         return table(self)
+
+
+@lru_cache(maxsize=4096)
+def _role(name: str) -> str:
+    return next((role for role, pattern in ROLES if pattern.search(name)), "other")
 
 
 def _row_order(group: tuple[tuple[str, str | None, str], list[Item]]) -> tuple[int, str, str]:

@@ -1,109 +1,154 @@
-"""Bytes of a key-value cache by a model's config alone; a cache it does not understand is said, not guessed."""
+"""Bytes of a key-value cache before it is made, layer by layer; a cache it does not understand is said, not guessed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from qkv.cache.plan import LayerShape, kv_nbytes
+from qkv.cache.plan import kv_nbytes, sealed_token_nbytes
+from qkv.cache.retention import Importance, Window
+from qkv.cache.retention.sizes import parse_budget
+from qkv.cache.settings import DEFAULT_BLOCK_SIZE
+from qkv.errors import QkvError
+from qkv.integration.anatomy import FULL, SLIDING, Anatomy, CachedLayer
 
-ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
-STATEFUL_WORDS = ("mamba", "rwkv", "ssm", "recurrent", "retnet", "linear_attn", "xlstm")
+NO_BUDGET = "1000000TB"
 
 
-def kv_footprint(
-    config: Any, context: int, batch: int, dtype: torch.dtype, settings: Mapping[str, Any]
-) -> tuple[int | None, str]:
-    """Bytes that a cache holds after ``context`` tokens, and a note on the figure.
+@dataclass(frozen=True)
+class KvRow:
+    """Layers that keep the same, together.
 
-    Args:
-        config: ``config.json`` as a mapping; nested ``text_config`` is looked into.
-        context: tokens of each sequence.
-        batch: sequences.
-        dtype: of keys and values that are stored exactly.
-        settings: ``keys``, ``values`` and ``retain`` of a :class:`qkv.KVCache`; empty for transformers' own.
+    Attributes:
+        kind: how they attend: ``"full"``, ``"sliding 512"``, ``"state"`` or ``"none"`` (no cache of their own).
+        heads: ``"multi-head"``, ``"grouped-query"``, ``"multi-query"`` or ``"latent (MLA)"``; empty without any.
+        num_layers: how many there are.
+        token_nbytes: what one more token of one sequence adds in all of them, until a window or budget is full.
+        nbytes: all they hold at the context and batch asked for.
     """
-    shapes = layer_shapes(config)
-    if isinstance(shapes, str):
-        return None, f"KV cache: not known for this model ({shapes})"
-    nbytes = kv_nbytes(shapes, context, batch, dtype=dtype, **settings)
-    retain = settings.get("retain")
-    parts = [f"KV cache of {batch} x {context:,} tokens", f"keys {settings.get('keys', 'exact')}"]
-    parts += [f"values {settings.get('values', 'exact')}", f"exact ones {str(dtype).removeprefix('torch.')}"]
-    return nbytes, ", ".join(parts + ([f"kept by {retain}"] if retain else []))
+
+    kind: str
+    heads: str
+    num_layers: int
+    token_nbytes: float
+    nbytes: int
 
 
-def layer_shapes(config: Any) -> list[LayerShape] | str:
-    """What each layer that keeps keys and values of its own caches a token; or why that is not known."""
-    if not isinstance(config, Mapping):
-        return "it has no config"
-    nested = config.get("text_config")
-    config = nested if isinstance(nested, Mapping) else config
-    reason = _not_understood(config)
-    if reason:
-        return reason
-    config = _with_layer_types(config)
-    heads, key_dim, value_dim = _heads_and_widths(config)
-    return [LayerShape(heads, key_dim, value_dim, _window(config, kind)) for kind in _layers(config)]
+@dataclass(frozen=True)
+class KvPlan:
+    """What a model's cache will hold, for any context and batch.
+
+    Attributes:
+        anatomy: of the model.
+        dtype: of keys and values that are stored exactly.
+        settings: ``keys``, ``values``, ``retain`` and so on of a :class:`qkv.KVCache`; empty for transformers' own.
+    """
+
+    anatomy: Anatomy
+    dtype: torch.dtype
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.settings and not any(self.is_ours(layer) for layer in self.anatomy.layers):
+            raise QkvError("it has no attention layer that can be held in blocks")
+
+    def is_ours(self, layer: CachedLayer) -> bool:
+        """Whether a :class:`qkv.KVCache` with these settings holds the layer in blocks; it leaves others alone."""
+        if not self.settings:
+            return False
+        full = any(other.source == FULL for other in self.anatomy.layers)
+        return layer.source == FULL or (layer.source == SLIDING and not full)
+
+    def nbytes(self, tokens: int, batch: int) -> int:
+        """Bytes held once ``tokens`` tokens of each of ``batch`` sequences are committed; exact.
+
+        At most that for :class:`qkv.Importance` and for a window's summary.
+        """
+        return sum(self._row_nbytes(tokens, batch).values())
+
+    def high_water(self, tokens: int, batch: int) -> int:
+        """The most that is held on the way to ``tokens`` tokens: a block that is sealed shrinks.
+
+        What is held repeats its ups and downs with every block, on a higher level: so the last block's worth of
+        lengths has the maximum.
+        """
+        if not self.settings:
+            return self.nbytes(tokens, batch)
+        size = int(self.settings.get("block_size", DEFAULT_BLOCK_SIZE))
+        return max(self.nbytes(n, batch) for n in range(max(0, tokens - size + 1), tokens + 1))
+
+    def rows(self, tokens: int, batch: int) -> tuple[KvRow, ...]:
+        """The same by kind of layer, in the order of the model."""
+        nbytes = self._row_nbytes(tokens, batch)
+        return tuple(
+            KvRow(_kind(layer), self._heads(layer), count, count * self._token_nbytes(layer), nbytes[layer])
+            for layer, count in Counter(self.anatomy.layers).items()
+        )
+
+    def _row_nbytes(self, tokens: int, batch: int) -> dict[CachedLayer, int]:
+        counts = Counter(self.anatomy.layers)
+        found = {layer: count * self._layer_nbytes(layer, tokens, batch) for layer, count in counts.items()}
+        retain = self.settings.get("retain")
+        kind, amount = parse_budget(retain.budget) if isinstance(retain, Importance) else ("tokens", 0.0)
+        if kind == "bytes":
+            left = int(amount) - sum(n for layer, n in found.items() if layer.source == SLIDING)
+            for layer in (layer for layer in found if self.is_ours(layer)):
+                found[layer] = max(0, min(found[layer], left))
+                left -= found[layer]
+        return found
+
+    def _layer_nbytes(self, layer: CachedLayer, tokens: int, batch: int) -> int:
+        rest = batch * (layer.state_nbytes + tokens * layer.index_nbytes)
+        if layer.shape is None:
+            return rest
+        if not self.is_ours(layer):
+            return rest + kv_nbytes([layer.shape], tokens, batch, dtype=self.dtype)
+        settings = dict(self.settings)
+        if isinstance(retain := settings.get("retain"), Importance) and parse_budget(retain.budget)[0] == "bytes":
+            settings["retain"] = replace(retain, budget=NO_BUDGET)  # it is of the whole cache: see above
+        if layer.shape.window is not None:
+            settings["retain"] = Window(layer.shape.window, sinks=0)
+        return rest + kv_nbytes([replace(layer.shape, window=None)], tokens, batch, dtype=self.dtype, **settings)
+
+    def _token_nbytes(self, layer: CachedLayer) -> float:
+        if layer.shape is None:
+            return layer.index_nbytes
+        ours = self.settings if self.is_ours(layer) else {}
+        each = sealed_token_nbytes(
+            layer.shape,
+            keys=ours.get("keys", "exact"),
+            values=ours.get("values", "exact"),
+            dtype=self.dtype,
+            block_size=int(ours.get("block_size", DEFAULT_BLOCK_SIZE)),
+        )
+        exact = layer.shape.heads * (layer.shape.key_dim + layer.shape.value_dim) * self.dtype.itemsize
+        return layer.index_nbytes + (each if ours else exact)
+
+    def _heads(self, layer: CachedLayer) -> str:
+        if layer.shape is None:
+            return ""
+        if self.anatomy.latent_width == layer.shape.key_dim:
+            return "latent (MLA)"
+        queries = self.anatomy.query_heads
+        name = "multi-query" if layer.shape.heads == 1 < queries else "grouped-query"
+        return "multi-head" if layer.shape.heads == queries else name
+
+    def __str__(self) -> str:
+        """The settings in words."""
+        parts = [f"keys {self.settings.get('keys', 'exact')}, values {self.settings.get('values', 'exact')}"]
+        parts += [f"exact ones {str(self.dtype).removeprefix('torch.')}"]
+        retain = self.settings.get("retain")
+        return ", ".join(parts + ([f"kept by {retain}"] if retain else []))
 
 
-def _first(config: Mapping[str, Any], *names: str) -> Any:
-    return next((config[name] for name in names if config.get(name) is not None), None)
-
-
-def _not_understood(config: Mapping[str, Any]) -> str:
-    if config.get("is_encoder_decoder"):
-        return "encoder and decoder"
-    if _first(config, "num_hidden_layers", "n_layer", "num_layers") is None:
-        return "its config names no number of layers"
-    if _first(config, "num_attention_heads", "n_head") is None:
-        return "its config names no attention heads"
-    odd = {str(kind) for kind in config.get("layer_types") or () if kind not in ATTENDING}
-    if odd:
-        return f"layers of type {', '.join(sorted(odd))}"
-    states = [key for key in config if any(word in key.lower() for word in STATEFUL_WORDS) and config[key]]
-    return f"it has {states[0]}" if states else ""
-
-
-def _with_layer_types(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Ask transformers which layers slide where the config alone leaves it open."""
-    window = config.get("sliding_window")
-    if not window or config.get("layer_types") or config.get("use_sliding_window") is False:
-        return config
-    try:
-        from transformers import AutoConfig
-
-        full = AutoConfig.for_model(**config).to_dict()
-    except Exception:  # a model that transformers does not know: a window then holds for every layer
-        return config
-    return {**config, "layer_types": full.get("layer_types"), "sliding_window": full.get("sliding_window")}
-
-
-def _layers(config: Mapping[str, Any]) -> list[str]:
-    """Kinds of the layers that keep keys and values of their own."""
-    count = int(_first(config, "num_hidden_layers", "n_layer", "num_layers"))
-    slides = bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False
-    default = "sliding_attention" if slides else "full_attention"
-    kinds = list(config.get("layer_types") or [default] * count)[:count]
-    shared = int(config.get("num_kv_shared_layers") or 0)
-    return kinds[: len(kinds) - shared]
-
-
-def _window(config: Mapping[str, Any], kind: str) -> int | None:
-    name = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
-    window = config.get(name) if name else None
-    return int(window) if window else None
-
-
-def _heads_and_widths(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Key-value heads, and numbers of a key and of a value of one; latent attention caches one narrow head."""
-    if config.get("kv_lora_rank"):
-        return 1, int(config["kv_lora_rank"]), int(config.get("qk_rope_head_dim") or 0)
-    heads = int(_first(config, "num_attention_heads", "n_head"))
-    kv_heads = _first(config, "num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
-    if kv_heads is None:
-        kv_heads = 1 if config.get("multi_query") else heads
-    head_dim = int(_first(config, "head_dim") or int(_first(config, "hidden_size", "n_embd")) // heads)
-    return int(kv_heads), head_dim, head_dim
+def _kind(layer: CachedLayer) -> str:
+    if layer.shape is None:
+        return "state" if layer.state_nbytes else "none"
+    kind = "full" if layer.shape.window is None else f"sliding {layer.shape.window:,}"
+    return (
+        kind + (" with an index" if layer.index_nbytes else "") + (" and a state" if layer.state_nbytes else "")
+    )
