@@ -77,8 +77,7 @@ def _row_nbytes(layout: BlockLayout, tokens: int, residual: int, retain: Retenti
 
 def _held_blocks(size: int, sealed: int, tail: int, tokens: int, sinks: int, retain: Retention) -> int:
     if isinstance(retain, Window):
-        gone = sum(1 for block in range(sealed) if (block + 1) * size <= tokens - retain.size + 1)
-        return sealed - gone
+        return sealed - min(sealed, max(0, tokens - retain.size + 1) // size)
     if not isinstance(retain, Importance):
         return sealed
     kind, amount = parse_budget(retain.budget)

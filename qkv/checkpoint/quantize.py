@@ -124,6 +124,12 @@ def quantize_checkpoint(
         )
 
 
+def planned_items(source: Source, settings: Settings) -> list[Item]:
+    """The weights as they would be stored, from the source's headers alone."""
+    chooser = Chooser(source.directory, settings, source.entries)
+    return [_item(name, source, chooser.choose(name, e.shape, e.dtype)) for name, e in source.entries.items()]
+
+
 def refuse_quantized(source: Source) -> None:
     """Raise unless the source's weights are floats.
 

@@ -34,6 +34,10 @@ BATCH, TOKENS = 2, 7
 """What the model is fed: sizes that no dimension of a model is likely to have, so that they are seen."""
 
 
+class UnknownCacheError(QkvError):
+    """A model whose cache is not understood, and why."""
+
+
 @dataclass(frozen=True)
 class CachedLayer:
     """What one layer keeps of one sequence.
@@ -86,15 +90,15 @@ def anatomy(config: Any, dtype: torch.dtype) -> Anatomy:
         dtype: of the model.
 
     Raises:
-        QkvError: saying why it is not known, for a model that transformers does not know or cannot run without
+        UnknownCacheError: saying why it is not known, for a model that transformers does not know or cannot run without
             weights, an encoder-decoder, or a cache that is not one of the kinds above.
     """
     if not isinstance(config, Mapping) or not config:
-        raise QkvError("it has no config")
+        raise UnknownCacheError("it has no config")
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     found = _ask(json.dumps(plain, sort_keys=True, default=str), dtype)
     if isinstance(found, str):
-        raise QkvError(found)
+        raise UnknownCacheError(found)
     return found
 
 
@@ -111,7 +115,7 @@ def _ask(config_json: str, dtype: torch.dtype) -> Anatomy | str:
         cached = tuple(_cached(layer) for layer in layers)
         _check_states(config, cached)
         return _measured(model, cached)
-    except QkvError as error:
+    except UnknownCacheError as error:
         return str(error)
     except Exception as error:  # transformers raises anything for a model that it cannot build or run
         return f"transformers cannot run {config['model_type']} without weights: {_first_line(error)}"
@@ -125,7 +129,7 @@ def _run_once(config: dict[str, Any], dtype: torch.dtype) -> tuple[Any, list[Any
         warnings.simplefilter("ignore")
         whole: Any = AutoConfig.for_model(**config)
         if whole.is_encoder_decoder:
-            raise QkvError("encoder and decoder: what it keeps depends on the encoder's input too")
+            raise UnknownCacheError("encoder and decoder: what it keeps depends on the encoder's input too")
         decoder = whole.get_text_config(decoder=True)
         decoder._experts_implementation = "batched_mm"  # the one that asks no data which expert is needed
         known = type(decoder) in AutoModelForCausalLM._model_mapping
@@ -133,7 +137,7 @@ def _run_once(config: dict[str, Any], dtype: torch.dtype) -> tuple[Any, list[Any
             model = (AutoModelForCausalLM if known else AutoModel).from_config(decoder, dtype=dtype).eval()
         cache: Any = DynamicCache(config=decoder)
         if [type(layer) for layer in cache.layers] != [type(layer) for layer in stock_layers(decoder)]:
-            raise QkvError("its cache changes from call to call")
+            raise UnknownCacheError("its cache changes from call to call")
         ids = torch.zeros((BATCH, TOKENS), dtype=torch.long, device="meta")
         model(ids, use_cache=True, **{cache_argument(model): cache})
     return model, list(cache.layers)
@@ -144,17 +148,17 @@ def _cached(layer: Any) -> CachedLayer:
     if name in NOTHING:
         return CachedLayer(name)
     if name not in PER_TOKEN | STATE | BOTH:
-        raise QkvError(f"its cache has layers of type {name}")
+        raise UnknownCacheError(f"its cache has layers of type {name}")
     tensors = dict(_tensors(layer))
     if not tensors:
-        raise QkvError(f"a layer of type {name} stays empty: the model keeps its state elsewhere")
+        raise UnknownCacheError(f"a layer of type {name} stays empty: the model keeps its state elsewhere")
     shape = None if name in STATE else _shape(layer, name, tensors)
     index = tensors.pop("indexer_keys", None)
     if index is not None and tuple(index.shape[:2]) != (BATCH, TOKENS):
-        raise QkvError(f"a layer of type {name} keeps an index of shape {list(index.shape)}")
+        raise UnknownCacheError(f"a layer of type {name} keeps an index of shape {list(index.shape)}")
     states = [tensor for key, tensor in tensors.items() if key not in ("keys", "values")]
     if any(tensor.dim() == 0 or tensor.shape[0] != BATCH for tensor in states):
-        raise QkvError(f"a layer of type {name} keeps a state that is not one a sequence")
+        raise UnknownCacheError(f"a layer of type {name} keeps a state that is not one a sequence")
     state_nbytes = sum(tensor.nbytes for tensor in states) // BATCH
     return CachedLayer(name, shape, 0 if index is None else index.nbytes // (BATCH * TOKENS), state_nbytes)
 
@@ -173,11 +177,11 @@ def _shape(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> LayerShape:
     held = TOKENS if window is None else min(TOKENS, window - 1)
     keys, values = tensors.get("keys"), tensors.get("values")
     if keys is None or values is None or keys.dim() != 4 or values.dim() != 4:
-        raise QkvError(f"a layer of type {name} keeps no keys and values a head and token")
+        raise UnknownCacheError(f"a layer of type {name} keeps no keys and values a head and token")
     if {tuple(t.shape[:1] + t.shape[2:3]) for t in (keys, values)} != {(BATCH, held)}:
-        raise QkvError(f"a layer of type {name} keeps {keys.shape[2]} tokens of {TOKENS}")
+        raise UnknownCacheError(f"a layer of type {name} keeps {keys.shape[2]} tokens of {TOKENS}")
     if keys.shape[1] != values.shape[1]:
-        raise QkvError(f"a layer of type {name} keeps {keys.shape[1]} heads of keys and {values.shape[1]} of values")
+        raise UnknownCacheError(f"a layer of type {name} keeps {keys.shape[1]} and {values.shape[1]} heads")
     return LayerShape(keys.shape[1], keys.shape[3], values.shape[3], window)
 
 
@@ -185,7 +189,7 @@ def _check_states(config: Mapping[str, Any], layers: tuple[CachedLayer, ...]) ->
     """A config that speaks of states, and a cache without any, do not fit together."""
     named = [key for key in config if any(word in key.lower() for word in STATEFUL_WORDS) and config[key]]
     if named and not any(layer.state_nbytes for layer in layers):
-        raise QkvError(f"its config has {named[0]} and its cache no state")
+        raise UnknownCacheError(f"its config has {named[0]} and its cache no state")
 
 
 def _measured(model: Any, layers: tuple[CachedLayer, ...]) -> Anatomy:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from qkv.checkpoint.load import load
 from qkv.checkpoint.read import read_items
+from qkv.checkpoint.shards import parse_size
 from qkv.dtypes import dtype_named
+from qkv.errors import QkvError, shown
+from qkv.integration.anatomy import Anatomy, UnknownCacheError, anatomy
 from qkv.integration.select import memory_key
+from qkv.memory.forecast import Forecast
 from qkv.memory.items import Footprint, Item, unquantized
-from qkv.memory.kv import kv_footprint
+from qkv.memory.kv import KvPlan
+from qkv.memory.workspace import DEFAULT_CHUNK, Steps, quantized_matrices
 from qkv.quantizers.holder import Holder
+
+if TYPE_CHECKING:
+    from qkv.memory.live import Measured
 
 
 def footprint(
@@ -23,6 +35,9 @@ def footprint(
     context: int | None = None,
     batch: int = 1,
     kv_dtype: str | None = None,
+    chunk: int = DEFAULT_CHUNK,
+    memory: str | int | None = None,
+    live: bool = False,
     **cache: Any,
 ) -> Footprint:
     """What a model takes in memory.
@@ -30,28 +45,117 @@ def footprint(
     Args:
         model: a live model (its storages are added up; meta tensors count what they would take) or the
             path of a checkpoint (its headers are read, no weight is).
-        context: tokens for which to add the key-value cache; None leaves it out.
+        context: tokens for which to add the key-value cache and a step's workspace; None leaves them out.
         batch: sequences of that many tokens.
         kv_dtype: dtype of exact keys and values, ``"bfloat16"`` say; that of the model by default.
+        chunk: tokens of a prompt that are read at once.
+        memory: ``"24GB"`` or bytes: adds how long a context and how large a batch fit; needs ``context``.
+        live: let the model read so many tokens, and add what that really took; a directory is loaded for it.
         **cache: ``keys``, ``values`` and ``retain`` of a :class:`qkv.KVCache`; without them, transformers' own.
 
     Raises:
         CheckpointError: a directory that is damaged, unsafe, or quantized by something else.
+        QkvError: a context, batch, chunk or memory that is none.
     """
-    if isinstance(model, nn.Module):
-        items, others = live_items(model)
-        config: Any = getattr(model, "config", None)
-        config = config.to_dict() if hasattr(config, "to_dict") else config
-        floats = (p.dtype for p in model.parameters() if p.dtype.is_floating_point)
-        dtype = next(floats, torch.bfloat16)
-    else:
-        items, config, dtype = read_items(Path(model), require_weights=context is None)
-        others = {}
-    kv: dict[str, Any] = {}
-    if context is not None:
-        kv_type = dtype_named(kv_dtype) if kv_dtype else dtype
-        kv["kv_nbytes"], kv["kv_note"] = kv_footprint(config, context, batch, kv_type, cache)
-    return Footprint.of(items, unquantized(items), **others, **kv)
+    _check_counts(context=context, batch=batch, chunk=chunk)
+    nbytes = None if memory is None else parse_size(memory)
+    if nbytes is not None and context is None:
+        raise QkvError("what fits a memory depends on the context too; say for how many tokens (context=8192)")
+    if live and context is None:
+        raise QkvError("to measure takes a context to read; say how many tokens (context=8192)")
+    if live and not isinstance(model, nn.Module):
+        model = load(model)
+    measured = measure(model, context or 1, batch, chunk, cache) if live and isinstance(model, nn.Module) else None
+    with collector_paused():
+        subject = read_subject(model, require_weights=context is None)
+        result = Footprint.of(subject.items, unquantized(subject.items), **subject.others)
+    if context is None:
+        return result
+    kv_type = dtype_named(kv_dtype) if kv_dtype else subject.dtype
+    try:
+        forecast = subject.forecast(result.total_nbytes, kv_type, cache, chunk)
+    except UnknownCacheError as error:
+        note = f"KV cache: not known for this model ({error})"
+        return replace(result, context=context, batch=batch, kv_note=note, measured=measured)
+    plan = forecast.steps.plan
+    return replace(
+        result,
+        context=context,
+        batch=batch,
+        kv_nbytes=plan.nbytes(context, batch),
+        kv_peak_nbytes=plan.high_water(context, batch),
+        kv_rows=plan.rows(context, batch),
+        kv_note=f"KV cache of {batch} x {context:,} tokens, {plan}",
+        workspace=forecast.steps.workspace(context, batch, chunk),
+        fit=None if nbytes is None else forecast.fit(nbytes, context, batch),
+        measured=measured,
+    )
+
+
+def measure(model: nn.Module, context: int, batch: int, chunk: int, cache: Mapping[str, Any]) -> Measured:
+    """What a live model really takes to read so many tokens; see :func:`run_and_measure`."""
+    from qkv.memory.live import run_and_measure
+
+    items, others = live_items(model)
+    resident = Footprint.of(items, **others).total_nbytes
+    return run_and_measure(model, context, batch, chunk, cache, resident)
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise QkvError(f"{name} {shown(value)} is not a whole number from 1")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to report on: its weights, config and dtype, whether it lives or lies in files."""
+
+    items: list[Item]
+    config: Any
+    dtype: torch.dtype
+    device: str
+    others: dict[str, int]
+
+    def anatomy(self) -> Anatomy:
+        """What its cache depends on; UnknownCacheError where that is not known."""
+        return anatomy(self.config, self.dtype)
+
+    def forecast(self, resident: int, kv_type: torch.dtype, cache: dict[str, Any], chunk: int) -> Forecast:
+        """What it will need by context and batch; ``resident``: bytes that are there anyway.
+
+        Raises:
+            UnknownCacheError: why its cache is not known.
+        """
+        plan = KvPlan(self.anatomy(), kv_type, cache)
+        return Forecast(resident, Steps(plan, self.dtype, self.device, quantized_matrices(self.items)), chunk)
+
+
+def read_subject(model: nn.Module | str | Path, *, require_weights: bool = True) -> Subject:
+    """The weights of a live model from its storages, of a directory from its headers alone."""
+    if not isinstance(model, nn.Module):
+        items, config, dtype = read_items(Path(model), require_weights=require_weights)
+        return Subject(items, config, dtype, "cpu", {})
+    items, others = live_items(model)
+    config = getattr(model, "config", None)
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    parameters = list(model.parameters())
+    dtype = next((p.dtype for p in parameters if p.dtype.is_floating_point), torch.bfloat16)
+    device = next((p.device.type for p in parameters if p.device.type != "meta"), "cpu")
+    return Subject(items, config, dtype, device, others)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """A large checkpoint makes a few hundred thousand small values that all stay: looking through them over and over
+    for cycles would take a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def live_items(model: nn.Module) -> tuple[list[Item], dict[str, int]]:

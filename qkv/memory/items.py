@@ -7,12 +7,20 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from qkv.quantizers.format import Format
 
+if TYPE_CHECKING:
+    from qkv.memory.forecast import Fit
+    from qkv.memory.kv import KvRow
+    from qkv.memory.live import Measured
+    from qkv.memory.workspace import Workspace
+
+SCHEMA_VERSION: Final = 1
+"""Of :meth:`Footprint.to_dict`, which ``docs/report.md`` describes."""
 ROLES = tuple(
     (role, re.compile(rf"(?:^|\.)(?:{pattern})(?:\.|$)"))
     for role, pattern in (
@@ -101,6 +109,12 @@ class Footprint:
         kv_nbytes: the key-value cache at the context asked for, None without one or where it is not known.
         kv_note: what the figure stands for, or why there is none.
         kept: matrices that are not quantized, with the reason where it is known.
+        context, batch: tokens of each sequence and sequences that the figures below stand for.
+        kv_rows: the cache by kind of layer.
+        kv_peak_nbytes: the most the cache holds on the way there (blocks that are not sealed yet are exact).
+        workspace: what a step needs beside weights and cache, an estimate.
+        fit: how far a memory goes, where one was asked for.
+        measured: what was measured on the running model beside these predictions, where it was.
     """
 
     rows: list[Row]
@@ -110,6 +124,13 @@ class Footprint:
     kv_nbytes: int | None = None
     kv_note: str = ""
     kept: tuple[Note, ...] = ()
+    context: int | None = None
+    batch: int = 1
+    kv_rows: tuple[KvRow, ...] = ()
+    kv_peak_nbytes: int | None = None
+    workspace: Workspace | None = None
+    fit: Fit | None = None
+    measured: Measured | None = None
 
     @classmethod
     def of(cls, items: Iterable[Item], kept: Iterable[Note] = (), **others: Any) -> Footprint:
@@ -156,15 +177,31 @@ class Footprint:
         extra = self.buffer_nbytes + self.unused_nbytes + self.packed_nbytes
         return self.weight_nbytes + extra + (self.kv_nbytes or 0)
 
+    @property
+    def peak_nbytes(self) -> int | None:
+        """The most that is needed on the way to the context, steps included; None where that is not known."""
+        if self.workspace is None or self.kv_peak_nbytes is None:
+            return None
+        return self.total_nbytes - (self.kv_nbytes or 0) + self.kv_peak_nbytes + self.workspace.nbytes
+
     def to_dict(self) -> dict[str, Any]:
-        """The footprint as plain values."""
+        """The footprint as plain values; the schema is in ``docs/report.md``."""
         totals = (
             "total_nbytes", "weight_nbytes", "overhead_nbytes", "buffer_nbytes", "unused_nbytes",
-            "packed_nbytes", "num_parameters", "bits_per_weight", "kv_nbytes", "kv_note",
+            "packed_nbytes", "num_parameters", "bits_per_weight", "kv_nbytes", "kv_note", "context", "batch",
+            "kv_peak_nbytes", "peak_nbytes",
         )  # fmt: skip
         rows = [{**asdict(row), "bits_per_weight": row.bits_per_weight} for row in self.rows]
         kept = [asdict(note) for note in self.kept]
-        return {**{name: getattr(self, name) for name in totals}, "rows": rows, "not_quantized": kept}
+        parts: dict[str, Any] = {"rows": rows, "not_quantized": kept, "kv_rows": [asdict(row) for row in self.kv_rows]}
+        for name in ("workspace", "fit", "measured"):
+            value = getattr(self, name)
+            parts[name] = None if value is None else asdict(value)
+        if self.workspace is not None:
+            parts["workspace"]["nbytes"] = self.workspace.nbytes
+        if self.measured is not None:
+            parts["measured"]["step_nbytes"] = self.measured.step_nbytes
+        return {"schema_version": SCHEMA_VERSION, **{name: getattr(self, name) for name in totals}, **parts}
 
     def __str__(self) -> str:
         from qkv.memory.table import table

@@ -13,8 +13,7 @@ from qkv.cache.plan import kv_nbytes, sealed_token_nbytes
 from qkv.cache.retention import Importance, Window
 from qkv.cache.retention.sizes import parse_budget
 from qkv.cache.settings import DEFAULT_BLOCK_SIZE
-from qkv.errors import QkvError
-from qkv.integration.anatomy import FULL, SLIDING, Anatomy, CachedLayer
+from qkv.integration.anatomy import FULL, SLIDING, Anatomy, CachedLayer, UnknownCacheError
 
 NO_BUDGET = "1000000TB"
 
@@ -54,7 +53,7 @@ class KvPlan:
 
     def __post_init__(self) -> None:
         if self.settings and not any(self.is_ours(layer) for layer in self.anatomy.layers):
-            raise QkvError("it has no attention layer that can be held in blocks")
+            raise UnknownCacheError("it has no attention layer that can be held in blocks")
 
     def is_ours(self, layer: CachedLayer) -> bool:
         """Whether a :class:`qkv.KVCache` with these settings holds the layer in blocks; it leaves others alone."""
@@ -149,6 +148,4 @@ def _kind(layer: CachedLayer) -> str:
     if layer.shape is None:
         return "state" if layer.state_nbytes else "none"
     kind = "full" if layer.shape.window is None else f"sliding {layer.shape.window:,}"
-    return (
-        kind + (" with an index" if layer.index_nbytes else "") + (" and a state" if layer.state_nbytes else "")
-    )
+    return kind + (" with an index" if layer.index_nbytes else "") + (" and a state" if layer.state_nbytes else "")

@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from qkv.cache.attention import QUERY_TILE
-from qkv.integration.anatomy import Anatomy, CachedLayer
+from qkv.integration.anatomy import CachedLayer
 from qkv.memory.items import Item
 from qkv.memory.kv import KvPlan
 from qkv.quantizers.format import Format
@@ -32,7 +32,7 @@ TILES = 3
 
 @dataclass(frozen=True)
 class Workspace:
-    """The larger of two steps: reading ``chunk`` tokens of a prompt, and writing one.
+    """The largest of the steps on the way: reading ``chunk`` tokens of a prompt, and writing one.
 
     Attributes:
         chunk: tokens of each sequence that are read at once.
@@ -72,10 +72,10 @@ class Steps:
     matrices: tuple[tuple[Format, tuple[int, int]], ...]
 
     def workspace(self, tokens: int, batch: int, chunk: int) -> Workspace:
-        """Of a step at the end of ``tokens`` tokens in each of ``batch`` sequences."""
-        read = self._stages(tokens, batch, min(chunk, tokens))
-        write = self._stages(tokens, batch, 1)
-        return Workspace(min(chunk, tokens), *(max(pair) for pair in zip(read, write, strict=True)))
+        """Of the steps up to ``tokens`` tokens in each of ``batch`` sequences: the first, the last, and one token."""
+        fed = min(chunk, tokens)
+        steps = [self._stages(seen, batch, n) for seen, n in ((fed, fed), (tokens, fed), (tokens, 1))]
+        return Workspace(fed, *(max(stage) for stage in zip(*steps, strict=True)))
 
     def _stages(self, tokens: int, batch: int, fed: int) -> tuple[int, int, int, int]:
         model, size = self.plan.anatomy, self.dtype.itemsize
@@ -128,11 +128,3 @@ def quantized_matrices(items: Iterable[Item]) -> tuple[tuple[Format, tuple[int, 
             if rows * columns > prod(largest.get(item.format, (0, 0))):
                 largest[item.format] = (rows, columns)
     return tuple((Format.parse(format), shape) for format, shape in largest.items())
-
-
-def steps_of(
-    anatomy: Anatomy, plan: KvPlan, items: Iterable[Item], dtype: torch.dtype, device: str
-) -> Steps:
-    """The predictor for a model with these weights."""
-    assert plan.anatomy is anatomy
-    return Steps(plan, dtype, device, quantized_matrices(items))

@@ -16,6 +16,11 @@ QWEN3 = {
 }  # fmt: skip
 LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
 
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_experts_per_tok": 8, "n_routed_experts": 16,
+}  # fmt: skip
+
 
 def kv(folder: Path, config: dict[str, Any], context: int = 1000, batch: int = 1) -> int | None:
     (folder / "config.json").write_text(json.dumps(config))
@@ -28,8 +33,10 @@ def kv(folder: Path, config: dict[str, Any], context: int = 1000, batch: int = 1
         (QWEN3, 147_456),  # LMCache#688: head_dim is not hidden / heads
         ({**LLAMA, "num_key_value_heads": 8}, 131_072),  # vllm-fit#14: 8 times over, GQA ignored
         (LLAMA, 524_288),  # no kv heads named: all
-        ({**LLAMA, "model_type": "falcon", "num_attention_heads": 71, "num_key_value_heads": 1, "head_dim": 64}, 8192),
+        ({**LLAMA, "model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71}, 8192),  # multi-query
         ({"model_type": "llava", "text_config": QWEN3}, 147_456),
+        ({"model_type": "gpt_bigcode", "n_layer": 40, "n_embd": 6144, "n_head": 48}, 2 * 40 * 128 * 2),  # multi-query
+        (DEEPSEEK_V3, 70_272),  # the latent and one rotary key
         ({"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12}, 2 * 12 * 768 * 2),
         ({**QWEN3, "dtype": "float32"}, 2 * 147_456),
     ],
@@ -67,7 +74,23 @@ def test_a_cache_it_does_not_understand_is_said_not_guessed(change: dict[str, An
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **change}))
     result = footprint(tmp_path, context=100)
     assert result.kv_nbytes is None and "not known" in result.kv_note and result.kv_note in str(result)
-    assert result.total_nbytes == 0
+    assert result.total_nbytes == 0 and result.peak_nbytes is None and result.kv_rows == ()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("t5", "encoder and decoder"),
+        ("whisper", "encoder and decoder"),
+        ("rwkv", "stays empty"),
+        ("cpmant", "39 tokens of 7"),
+        ("made_up", "made_up"),
+    ],
+)
+def test_an_architecture_it_does_not_understand_is_said_by_name(model_type: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    note = footprint(tmp_path, context=100).kv_note
+    assert "not known" in note and words in note
 
 
 def test_the_figure_is_part_of_the_total_and_says_what_it_is() -> None:
