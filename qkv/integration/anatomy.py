@@ -135,6 +135,7 @@ def _run_once(config: dict[str, Any], dtype: torch.dtype) -> tuple[Any, list[Any
         known = type(decoder) in AutoModelForCausalLM._model_mapping
         with torch.device("meta"):
             model = (AutoModelForCausalLM if known else AutoModel).from_config(decoder, dtype=dtype).eval()
+        model.config.pad_token_id = None  # else some models look for padding, and here are no ids to look at
         cache: Any = DynamicCache(config=decoder)
         if [type(layer) for layer in cache.layers] != [type(layer) for layer in stock_layers(decoder)]:
             raise UnknownCacheError("its cache changes from call to call")

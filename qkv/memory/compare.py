@@ -90,8 +90,8 @@ class Comparison:
         """Plain values; the schema is in ``docs/report.md``."""
         choices = []
         for choice in self.choices:
-            names = ("weights", "codes_nbytes", "scales_nbytes", "plain_nbytes", "nbytes", "bits_per_weight")
-            values = {name: getattr(choice, name) for name in names}
+            sizes = ("weights", "codes_nbytes", "scales_nbytes", "plain_nbytes", "nbytes", "bits_per_weight")
+            values = {name: getattr(choice, name) for name in sizes}
             choices.append({**values, "caches": [asdict(cell) for cell in choice.cells]})
         names = ("name", "context", "batch", "memory_nbytes", "note")
         return {"schema_version": SCHEMA_VERSION, **{n: getattr(self, n) for n in names}, "comparison": choices}

@@ -97,7 +97,7 @@ def measure(model: nn.Module, context: int, batch: int, chunk: int, cache: Mappi
     from qkv.memory.live import run_and_measure
 
     items, others = live_items(model)
-    resident = Footprint.of(items, **others).total_nbytes
+    resident = Footprint.of(items).weight_nbytes + sum(others.values())
     return run_and_measure(model, context, batch, chunk, cache, resident)
 
 
@@ -137,8 +137,8 @@ def read_subject(model: nn.Module | str | Path, *, require_weights: bool = True)
         items, config, dtype = read_items(Path(model), require_weights=require_weights)
         return Subject(items, config, dtype, "cpu", {})
     items, others = live_items(model)
-    config = getattr(model, "config", None)
-    config = config.to_dict() if hasattr(config, "to_dict") else config
+    own: Any = getattr(model, "config", None)
+    config = own.to_dict() if hasattr(own, "to_dict") else own
     parameters = list(model.parameters())
     dtype = next((p.dtype for p in parameters if p.dtype.is_floating_point), torch.bfloat16)
     device = next((p.device.type for p in parameters if p.device.type != "meta"), "cpu")

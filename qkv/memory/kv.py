@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,6 +56,10 @@ class KvPlan:
         if self.settings and not any(self.is_ours(layer) for layer in self.anatomy.layers):
             raise UnknownCacheError("it has no attention layer that can be held in blocks")
 
+    @cached_property
+    def _counts(self) -> Counter[CachedLayer]:
+        return Counter(self.anatomy.layers)
+
     def is_ours(self, layer: CachedLayer) -> bool:
         """Whether a :class:`qkv.KVCache` with these settings holds the layer in blocks; it leaves others alone."""
         if not self.settings:
@@ -85,12 +90,11 @@ class KvPlan:
         nbytes = self._row_nbytes(tokens, batch)
         return tuple(
             KvRow(_kind(layer), self._heads(layer), count, count * self._token_nbytes(layer), nbytes[layer])
-            for layer, count in Counter(self.anatomy.layers).items()
+            for layer, count in self._counts.items()
         )
 
     def _row_nbytes(self, tokens: int, batch: int) -> dict[CachedLayer, int]:
-        counts = Counter(self.anatomy.layers)
-        found = {layer: count * self._layer_nbytes(layer, tokens, batch) for layer, count in counts.items()}
+        found = {layer: count * self._layer_nbytes(layer, tokens, batch) for layer, count in self._counts.items()}
         retain = self.settings.get("retain")
         kind, amount = parse_budget(retain.budget) if isinstance(retain, Importance) else ("tokens", 0.0)
         if kind == "bytes":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,7 @@ class Measured:
     """What a running model took.
 
     Attributes:
-        kv_nbytes: storages of the cache's layers at the end.
+        kv_nbytes: of the cache's layers at the end.
         resident_nbytes: storages of weights, buffers and kernels' copies.
         peak_nbytes: these, and the most that the run added: to the process's resident memory on a CPU, in torch's
             allocator on CUDA.
@@ -76,10 +77,12 @@ def run_and_measure(
     """
     if any(parameter.is_meta for parameter in model.parameters()) or not hasattr(model, "generate"):
         raise QkvError("to measure takes a model of transformers with its weights in memory")
+    if model.config.is_encoder_decoder:
+        raise QkvError("measuring feeds tokens to a decoder; this model has an encoder, too")
     vocab = model.get_input_embeddings().weight.shape[0]
     device = model.get_input_embeddings().weight.device
     ids = torch.randint(0, vocab, (batch, context), generator=torch.Generator().manual_seed(0)).to(device)
-    _read(model, ids[:, :WRITTEN], 1, settings)  # kernels are chosen and made ready
+    _read(model, ids[:, : 2 * chunk + WRITTEN], chunk, settings)  # kernels are chosen, and their code is in memory
     start = time.perf_counter()
     with meter(device.type) as used:
         kv_nbytes = _read(model, ids, chunk, settings)
@@ -92,8 +95,8 @@ def _read(model: Any, ids: Tensor, chunk: int, settings: Mapping[str, Any]) -> i
     from transformers import DynamicCache
 
     cache = KVCache(model.config, **settings).attach(model) if settings else DynamicCache(config=model.config)
-    last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    parts = [*ids[:, :-WRITTEN].split(chunk, 1), *ids[:, -WRITTEN:].split(1, 1)]
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}
+    parts = [*torch.split(ids[:, :-WRITTEN], chunk, 1), *torch.split(ids[:, -WRITTEN:], 1, 1)]
     try:
         with Progress("reading", ids.shape[1]) as progress, torch.no_grad():
             for part in (part for part in parts if part.shape[1]):
@@ -106,7 +109,10 @@ def _read(model: Any, ids: Tensor, chunk: int, settings: Mapping[str, Any]) -> i
 
 
 def cache_nbytes(cache: Any) -> int:
-    """Bytes of the storages behind a cache's keys, values and states, metadata of blocks included."""
+    """Bytes of a cache's keys, values and states; of blocks, the storages with all metadata.
+
+    A sliding layer of transformers is a view of what its last step joined; what is not in view is the step's.
+    """
     total = 0
     for layer in cache.layers:
         if isinstance(layer, KVLayer):
@@ -114,8 +120,7 @@ def cache_nbytes(cache: Any) -> int:
             continue
         values = [value for name, value in vars(layer).items() if name not in COUNTERS]
         tensors = [t for value in values for t in (value.values() if isinstance(value, dict) else [value])]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if isinstance(t, Tensor)}
-        total += sum(storage.nbytes() for storage in storages.values())
+        total += sum(t.nbytes for t in tensors if isinstance(t, Tensor))
     return total
 
 

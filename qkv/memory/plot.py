@@ -14,16 +14,18 @@ from qkv.memory.compare import Choice, Comparison
 from qkv.units import format_bytes
 
 COLOURS: Final = {
-    "weights": "#0072B2",
+    "quantized weights": "#0072B2",
     "scales": "#56B4E9",
     "not quantized": "#999999",
     "KV cache": "#E69F00",
-    "step": "#009E73",
+    "a step": "#009E73",
 }
 """Okabe and Ito's colours, told apart by all eyes; the parts of a stack from the left."""
 LINES: Final = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#000000", "#E69F00")
 MARKERS: Final = "osD^vP"
-POINTS: Final = 9
+POINTS: Final = 8
+NEAR: Final = 1.6
+"""A memory is drawn where it is at most so many times what the panel shows."""
 ENDINGS: Final = (".png", ".svg", ".html")
 
 
@@ -72,7 +74,8 @@ def _figure(comparison: Comparison) -> Any:
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     _stacks(left, comparison)
     _curves(right, comparison)
-    figure.suptitle(f"{comparison.name}: memory", fontsize=13, x=0.01, horizontalalignment="left")
+    memory = f"; dotted: {format_bytes(comparison.memory_nbytes)}" if comparison.memory_nbytes else ""
+    figure.suptitle(f"{comparison.name}: memory{memory}", fontsize=13, x=0.01, horizontalalignment="left")
     return figure
 
 
@@ -84,7 +87,8 @@ def _stacks(axis: Any, comparison: Comparison) -> None:
     """One bar a format: codes, scales, what stays, the cache, a step."""
     bars = [(choice, _parts(choice)) for choice in comparison.choices]
     most = max(sum(parts.values()) for _, parts in bars)
-    size, unit = _unit(max(most, comparison.memory_nbytes or 0))
+    size, unit = _unit(most)
+    memory = _near(comparison.memory_nbytes, most)
     for row, (_, parts) in enumerate(bars):
         start = 0.0
         for name, nbytes in parts.items():
@@ -95,16 +99,21 @@ def _stacks(axis: Any, comparison: Comparison) -> None:
         axis.text(start + 0.01 * most / size, row, format_bytes(sum(parts.values())), va="center", fontsize=9)
     axis.set_yticks(range(len(bars)), [choice.weights for choice, _ in bars])
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.17 * max(most, comparison.memory_nbytes or 0) / size)
+    axis.set_xlim(0, 1.17 * max(most, memory) / size)
     axis.set_xlabel(unit)
     cache = comparison.choices[0].cells[0].cache
     tokens = f"{comparison.batch:,} x {comparison.context or 0:,} tokens"
     axis.set_title(f"weights by format, with {tokens} of {cache} KV cache", fontsize=10)
-    if comparison.memory_nbytes:
-        axis.axvline(comparison.memory_nbytes / size, color="black", linestyle=":", linewidth=1.2)
+    if memory:
+        axis.axvline(memory / size, color="black", linestyle=":", linewidth=1.2)
     axis.grid(True, axis="x", alpha=0.25)
     axis.set_axisbelow(True)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(COLOURS), frameon=False, fontsize=8.5)
+
+
+def _near(memory_nbytes: int | None, most: float) -> int:
+    """The memory, where it can be drawn without making all else small; else 0."""
+    return memory_nbytes if memory_nbytes and memory_nbytes <= NEAR * most else 0
 
 
 def _parts(choice: Choice) -> dict[str, int]:
@@ -124,15 +133,15 @@ def _curves(axis: Any, comparison: Comparison) -> None:
         for choice, _ in chosen
         for cache, forecast in choice.forecasts.items()
     }
-    size, unit = _unit(max(max(values) for values in peaks.values()))
+    most = max(max(values) for values in peaks.values())
+    size, unit = _unit(most)
     for choice, style in chosen:
         for index, cache in enumerate(choice.forecasts):
             values = [nbytes / size for nbytes in peaks[choice.weights, cache]]
             look = {"color": LINES[index % len(LINES)], "marker": MARKERS[index % len(MARKERS)], "linestyle": style}
-            axis.plot(contexts, values, markersize=4, label=f"{choice.weights} weights, {cache} cache", **look)
-    if comparison.memory_nbytes:
-        label = format_bytes(comparison.memory_nbytes)
-        axis.axhline(comparison.memory_nbytes / size, color="black", linestyle=":", linewidth=1.2, label=label)
+            axis.plot(contexts, values, markersize=4, label=f"{cache} cache, weights {choice.weights}", **look)
+    if memory := _near(comparison.memory_nbytes, most):
+        axis.axhline(memory / size, color="black", linestyle=":", linewidth=1.2)
     axis.set_xscale("log", base=2)
     axis.set_xticks(contexts, [_short(tokens) for tokens in contexts])
     axis.minorticks_off()
@@ -141,7 +150,7 @@ def _curves(axis: Any, comparison: Comparison) -> None:
     axis.set_ylabel(unit)
     axis.set_title("peak memory against context", fontsize=10)
     axis.grid(True, alpha=0.25)
-    axis.legend(frameon=False, fontsize=8.5, loc="upper left")
+    axis.legend(frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
 
 
 def _contexts(comparison: Comparison) -> list[int]:

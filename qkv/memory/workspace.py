@@ -95,13 +95,19 @@ class Steps:
         if self.plan.is_ours(layer) and seen > fed:
             tile = min(seen, KEY_TILE)
             scores = TILES * model.query_heads * min(fed, QUERY_TILE) * tile
-            return 4 * (scores + 2 * tile * shape.heads * (shape.key_dim + shape.value_dim))
+            queries = 4 * fed * model.query_heads * shape.value_dim  # cast, scaled, weighted values, joined
+            return 4 * (scores + queries + 2 * tile * shape.heads * (shape.key_dim + shape.value_dim))
         copied = batch * seen * shape.heads * max(shape.key_dim, shape.value_dim) * size
         masked = 1 < fed < seen or seen < tokens
         expanded = batch * seen * model.expanded * size if self._is_expanded(layer, fed, masked) else 0
+        packed = batch * seen * model.expanded * size if self._is_packed(fed) else 0
         mask = batch * fed * seen * (1 + size) if masked else 0
         scores = batch * model.query_heads * fed * seen * (2 * size + 4) if model.attention == "eager" else 0
-        return max(copied, expanded) + mask + scores
+        return max(copied, expanded) + packed + mask + scores
+
+    def _is_packed(self, fed: int) -> bool:
+        """Whether torch's fused attention rearranges keys and values for itself: on CPUs, for many tokens, in 16 bits."""
+        return self.device == "cpu" and fed > 1 and self.dtype.itemsize == 2 and self.plan.anatomy.attention == "sdpa"
 
     def _is_expanded(self, layer: CachedLayer, fed: int, masked: bool) -> bool:
         """Whether heads that share keys, or latents, are written out: not for one token, nor without a mask."""

@@ -43,7 +43,7 @@ def test_caches_are_those_of_the_report(checkpoint: Checkpoint) -> None:
     result = compare(source, [AS_IS, "nf4"], ["exact", "int8"], context=300, batch=2, memory="1MB")
     for choice in result.choices:
         for cell in choice.cells:
-            settings = {} if cell.cache == "exact" else {"keys": "int8", "values": "int8"}
+            settings: dict[str, Any] = {} if cell.cache == "exact" else {"keys": "int8", "values": "int8"}
             alone = footprint(source, context=300, batch=2, memory="1MB", **settings)
             assert cell.kv_nbytes == alone.kv_nbytes
             if choice.weights == AS_IS:
