@@ -96,7 +96,8 @@ def _stacks(axis: Any, comparison: Comparison) -> None:
                 row, nbytes / size, left=start, height=0.62, color=COLOURS[name], label=name if row == 0 else None
             )
             start += nbytes / size
-        axis.text(start + 0.01 * most / size, row, format_bytes(sum(parts.values())), va="center", fontsize=9)
+        label = axis.text(start + 0.01 * most / size, row, format_bytes(sum(parts.values())), va="center", fontsize=9)
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1.0})
     axis.set_yticks(range(len(bars)), [choice.weights for choice, _ in bars])
     axis.invert_yaxis()
     axis.set_xlim(0, 1.17 * max(most, memory) / size)

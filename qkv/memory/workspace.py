@@ -106,7 +106,7 @@ class Steps:
         return max(copied, expanded) + packed + mask + scores
 
     def _is_packed(self, fed: int) -> bool:
-        """Whether torch's fused attention rearranges keys and values for itself: on CPUs, for many tokens, in 16 bits."""
+        """Whether torch's fused attention rearranges keys and values for itself: many tokens in 16 bits on a CPU."""
         return self.device == "cpu" and fed > 1 and self.dtype.itemsize == 2 and self.plan.anatomy.attention == "sdpa"
 
     def _is_expanded(self, layer: CachedLayer, fed: int, masked: bool) -> bool:
