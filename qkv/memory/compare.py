@@ -147,7 +147,7 @@ def compare(
         codes = found.weight_nbytes - plain - found.overhead_nbytes
         sizes = (codes, found.overhead_nbytes, plain, found.bits_per_weight)
         choices.append(Choice(text, *sizes, cells, forecasts))
-    return Comparison(Path(path).resolve().name, tuple(choices), context, batch, nbytes, note)
+    return Comparison(Path(path).absolute().name, tuple(choices), context, batch, nbytes, note)
 
 
 def _items(source: Source, text: str) -> list[Item]:
