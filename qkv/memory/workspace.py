@@ -18,9 +18,9 @@ from qkv.integration.anatomy import CachedLayer
 from qkv.memory.items import Item
 from qkv.memory.kv import KvPlan
 from qkv.quantizers.format import Format
-from qkv.quantizers.kernels import native, native_cpu
+from qkv.quantizers.kernels import native, native_cpu, torch_int4, torch_int8
 from qkv.quantizers.kernels.case import Case
-from qkv.quantizers.kernels.choose import choose
+from qkv.quantizers.kernels.choose import MANY_ROWS, choose
 
 DEFAULT_CHUNK = 512
 """Tokens of a prompt read at once, where nothing else is asked for."""
@@ -119,10 +119,10 @@ class Steps:
 
     def _dequantized(self, format: Format, shape: tuple[int, int], rows: int) -> int:
         whole = prod(shape) * self.dtype.itemsize
-        backend = choose(Case(format, torch.Size(shape), self.device, self.dtype, min(rows, native.MAX_ROWS + 1)))
-        if backend is not native_cpu:
-            return whole
-        return min(whole, native_cpu.PANEL_NBYTES) if rows > native.MAX_ROWS else 0
+        backend = choose(Case(format, torch.Size(shape), self.device, self.dtype, min(rows, MANY_ROWS)))
+        if backend is native_cpu:
+            return min(whole, native_cpu.PANEL_NBYTES) if rows > native.most_rows(self.dtype) else 0
+        return 0 if backend in (torch_int4, torch_int8) else whole  # theirs are copies that stay
 
 
 def quantized_matrices(items: Iterable[Item]) -> tuple[tuple[Format, tuple[int, int]], ...]:
