@@ -148,7 +148,7 @@ def clamped_zero_points(patch: Patch) -> None:
 
 
 def no_shrunk_step(patch: Patch) -> None:
-    patch.setattr(integer, "_SHRINK", 1.0)
+    patch.setattr(integer, "SHRINK", 1.0)
 
 
 def scales_rounded_down(patch: Patch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from qkv.quantizers.format import Format
 
 _FLOAT32 = torch.finfo(torch.float32)
-_SHRINK = 1 - 2.0**-20
+SHRINK = 1 - 2.0**-20
 """An asymmetric scale is this much smaller than range / qmax: when the zero point falls half way between
 two codes, both ends of the range then still land on the outer codes, and quantizing again changes nothing."""
 
@@ -33,7 +33,7 @@ def asymmetric_scale(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tens
         ``scale`` float32 and ``zero`` uint8, both of the inputs' shape.
     """
     qmax = 2**bits - 1
-    scale = ((high / qmax - low / qmax) * _SHRINK).clamp(min=_FLOAT32.tiny)
+    scale = ((high / qmax - low / qmax) * SHRINK).clamp(min=_FLOAT32.tiny)
     scale = torch.where(high > low, scale, 0.0)
     return scale, zero_point(low, scale, bits)
 

@@ -18,7 +18,7 @@ LEVELS: Final = (
 them again from normal quantiles differs in the last bits."""
 
 ZERO_CODE: Final = 7
-_SMALLEST_DIVISOR = 1e-38
+SMALLEST_DIVISOR = 1e-38
 """bitsandbytes clamps the divisor here; below it, groups are scaled up first so that they stay right."""
 
 
@@ -29,7 +29,8 @@ def levels(device: torch.device) -> Tensor:
 
 
 @cache
-def _midpoints(device: torch.device) -> Tensor:
+def midpoints(device: torch.device) -> Tensor:
+    """The 15 values half way between neighbouring levels, ``float32 [15]``, on a device."""
     table = levels(torch.device("cpu"))
     return ((table[1:] + table[:-1]) / 2).to(device)
 
@@ -44,16 +45,16 @@ def encode(groups: Tensor, absmax: Tensor) -> Tensor:
     Returns:
         Codes ``uint8 [rows, groups, length]``, 0…15. A group of zeros gets the code of the level 0.
     """
-    small = absmax < _SMALLEST_DIVISOR
+    small = absmax < SMALLEST_DIVISOR
     if small.any():
         lift = torch.where(small, 2.0**64, 1.0)
         groups, absmax = groups * lift[..., None], absmax * lift
-    inverse = 1.0 / absmax.clamp(min=_SMALLEST_DIVISOR)
+    inverse = 1.0 / absmax.clamp(min=SMALLEST_DIVISOR)
     scaled = (groups * inverse[..., None]).clamp(-1, 1).contiguous()
     if scaled.device.type != "cpu":
-        return torch.bucketize(scaled, _midpoints(groups.device), out_int32=True).to(torch.uint8)
+        return torch.bucketize(scaled, midpoints(groups.device), out_int32=True).to(torch.uint8)
     codes = torch.zeros_like(scaled, dtype=torch.uint8)
-    for midpoint in _midpoints(groups.device).tolist():  # 15 passes take a third of the time of bucketize
+    for midpoint in midpoints(groups.device).tolist():  # 15 passes take a third of the time of bucketize
         codes += scaled > midpoint
     return codes
 

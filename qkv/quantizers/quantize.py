@@ -13,7 +13,7 @@ from qkv.quantizers.calibration import check_importance, output_error, search_sc
 from qkv.quantizers.double_quant import NestedScale, decode_scale, encode_scale
 from qkv.quantizers.format import Format
 from qkv.quantizers.grouping import row_chunks, to_groups
-from qkv.quantizers.kernels import native
+from qkv.quantizers.kernels import native, triton_quantize
 from qkv.quantizers.packing import pack_nibbles
 from qkv.quantizers.scales import Range, Scales, encode, scales_of, spanning_scales
 from qkv.quantizers.tensor import QuantizedTensor
@@ -50,7 +50,7 @@ def quantize_tensor(
     format = Format.parse(format)
     _check(x, name)
     rows = _rows(x)
-    found = _natively(rows, format) if importance is None else None
+    found = (_natively(rows, format) or _on_gpu(rows, format)) if importance is None else None
     if found is not None:
         return _assemble(x, format, *found)
     ranges = _ranges(rows, format, name)
@@ -83,6 +83,17 @@ def _natively(rows: Tensor, format: Format) -> tuple[Tensor, Tensor | NestedScal
         assert again is not None
         codes = again[0]
     return codes, nested, None
+
+
+def _on_gpu(rows: Tensor, format: Format) -> tuple[Tensor, Tensor | NestedScale, Tensor | None] | None:
+    """The same by a Triton kernel; None where it does not serve the tensor or a value is not finite."""
+    if triton_quantize.refuses(rows, format) is not None:
+        return None
+    found = triton_quantize.quantize(rows, format)
+    if found is None or not format.double_quant:
+        return found
+    codes, scale, _ = found
+    return codes, encode_scale(scale, never_below=False), None
 
 
 def check_quantizable(x: Tensor, name: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qkv.quantizers import nf4
+from qkv.quantizers.kernels import triton_live
 from qkv.quantizers.kernels.case import Case
 from qkv.quantizers.kernels.packed import packed
 from qkv.quantizers.tensor import QuantizedTensor
@@ -63,6 +64,8 @@ def refuses(case: Case) -> str | None:
         return "serves 2-D weights in float32, bfloat16 and float16"
     if case.device not in ("cpu", "cuda"):
         return f"has no kernel on {case.device}"
+    if case.device == "cuda" and case.rows > 1 and triton_live.unavailable() is None:
+        return "dequantizes the whole weight for more than one row, which the Triton kernels do not (not measured)"
     return None
 
 

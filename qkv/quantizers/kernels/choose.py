@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qkv.errors import QkvError
-from qkv.quantizers.kernels import bitsandbytes, native_cpu, reference, torch_int4, torch_int8
+from qkv.quantizers.kernels import bitsandbytes, native_cpu, reference, torch_int4, torch_int8, triton_linear
 from qkv.quantizers.kernels.case import Case
 from qkv.quantizers.tensor import QuantizedTensor
 
@@ -21,6 +21,7 @@ BACKENDS: Final[dict[str, ModuleType]] = {
     "torch-int8": torch_int8,
     "torch-int4": torch_int4,
     "bitsandbytes": bitsandbytes,
+    "triton": triton_linear,
     "reference": reference,
 }
 """Back ends from the fastest to the one that always works. Each is a module with ``unavailable()``,
@@ -66,7 +67,7 @@ def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Te
         ``[..., out]`` in x's dtype.
     """
     if torch.compiler.is_compiling():
-        return torch.nn.functional.linear(x, reference.decode_whole(weight, x.dtype), _cast(bias, x))
+        return _traced(x, weight, _cast(bias, x))
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         result: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return result
@@ -80,6 +81,14 @@ def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     case = Case(weight.format, weight.shape, weight.device.type, dtype, 0)
     result: Tensor = choose(case).dequantize(weight, dtype)
     return result
+
+
+def _traced(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """For a graph: one operator where a GPU kernel serves it, otherwise plain torch to be traced and fused."""
+    wants_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if not wants_grad and triton_linear.takes_traced(x, weight):
+        return triton_linear.traced_linear(x, weight, bias)
+    return torch.nn.functional.linear(x, reference.decode_whole(weight, x.dtype), bias)
 
 
 def _forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
