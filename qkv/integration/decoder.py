@@ -12,18 +12,11 @@ from transformers import DynamicCache
 from qkv.errors import QkvError
 from qkv.integration.compat import cache_argument
 from qkv.integration.hf_cache import KVCache
+from qkv.integration.inside import rows_inside
 from qkv.integration.length import Length, make_length
 from qkv.integration.live import DecoderFootprint, LivePatch, measure
 from qkv.integration.loop import Loop
-from qkv.integration.prepare import (
-    check_config,
-    check_streamer,
-    make_row,
-    new_tokens,
-    prepare_rows,
-    seeds_of,
-    split_prompts,
-)
+from qkv.integration.prepare import check_streamer, new_tokens, prepare_rows, split_prompts
 from qkv.integration.sources import Source, make_source
 from qkv.integration.stats import DecodeStats
 from qkv.integration.walk import Row
@@ -161,23 +154,27 @@ class SpeculativeDecoder:
         seed: int | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
-        """What ``model.generate(..., custom_generate=decoder)`` calls, with everything prepared; one row.
+        """What ``model.generate(..., custom_generate=decoder)`` calls, with everything prepared.
+
+        Args:
+            seed: of the noise, for all rows: ``model.generate(..., custom_generate=decoder, seed=0)``.
+
+        Returns:
+            ``[batch, tokens + longest output]``; rows that ended before are filled up with the padding token.
 
         Transformers hands no streamer on to a callable: use :meth:`generate` or :meth:`stream` for that.
         """
         if model is not self.model:
             raise QkvError("custom_generate= is a decoder made for another model")
-        if input_ids.shape[0] > 1:
-            raise QkvError(f"a batch of {input_ids.shape[0]} inside model.generate; call decoder.generate instead")
-        check_config(generation_config)
-        row = make_row(
-            input_ids[0].to(self.model.device), generation_config, logits_processor, stopping_criteria,
-            seeds_of(seed, 1)[0] if generation_config.do_sample else None, self.accept,
-        )  # fmt: skip
+        if synced_gpus:
+            raise QkvError("synced_gpus=True: this decoder does not run in step with other processes")
+        rows = rows_inside(
+            input_ids, logits_processor, stopping_criteria, generation_config, seed, self.accept, model_kwargs
+        )
         given = model_kwargs.get(cache_argument(model))
-        for _ in self._run([row], given if self.cache is None or isinstance(given, KVCache) else None):
+        for _ in self._run(rows, given if self.cache is None or isinstance(given, KVCache) else None):
             pass
-        return torch.cat((input_ids, torch.tensor([row.new_ids], device=input_ids.device)), 1)
+        return _joined(input_ids, rows, self._pad({"generation_config": generation_config}))
 
     # --- what changes it while it lives ------------------------------------------------------------------
 

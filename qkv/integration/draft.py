@@ -20,7 +20,8 @@ class Draft:
         parents: index of each token's parent, ``-1`` for the last committed token; parents come first.
         log_q: ``[n, vocabulary]``, log-probabilities each token was really drawn from; only the rejection rule
             reads them, and None says that the tokens are a function of the context.
-        confidence: a small number by which a length policy may tell this source's drafts apart.
+        confidence: tokens before the first drafted one that agreed with where the draft was taken from; 0 where
+            that says nothing, as for a model. A length policy may go by it.
 
     Raises:
         QkvError: parents that are no tree.

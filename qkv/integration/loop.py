@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,9 @@ from qkv.integration.length.base import Length, Outcome
 from qkv.integration.sources.base import Source
 from qkv.integration.sources.model import vocab_size
 from qkv.integration.stats import DecodeStats
+from qkv.integration.upload import upload
 from qkv.integration.verify import Frame
-from qkv.integration.walk import Row, walk
+from qkv.integration.walk import Row, reads_are_cheap, walk
 
 
 class _Seconds(NamedTuple):
@@ -43,6 +45,7 @@ class Loop:
         self.model, self.source, self.length, self.chunk = model, source, length, chunk
         self.vocab_size = vocab_size(model)
         self.stats = DecodeStats()
+        self._nothing = Draft.chain(torch.zeros(0, dtype=torch.long, device=model.device))
 
     def run(self, rows: list[Row], cache: Any) -> Iterator[list[list[int]]]:
         """Generate until every row has ended; yields what each row emitted, ``[]`` for those that ended before.
@@ -50,33 +53,45 @@ class Loop:
         Raises:
             QkvError: a cache that cannot take tokens back, or that holds more than the prompt.
         """
-        frame = self._prefilled(rows, cache)
+        frame, logits = self._prefilled(rows, cache)
         alive = list(range(len(rows)))
         try:
+            emitted = self._first(rows, logits)
             while alive:
-                emitted = self._step([rows[row] for row in alive], frame)
                 found: list[list[int]] = [[] for _ in rows]
                 for row, tokens in zip(alive, emitted, strict=True):
                     found[row] = tokens
                 alive = self._drop_finished(rows, alive, frame)
                 yield found
+                if alive:
+                    emitted = self._step([rows[row] for row in alive], frame)
         finally:
             frame.stop_recording()
 
-    def _prefilled(self, rows: list[Row], cache: Any) -> Frame:
+    def _prefilled(self, rows: list[Row], cache: Any) -> tuple[Frame, Tensor]:
+        """The prompts committed, and the logits after them."""
         start = time.perf_counter()
         width = max(len(row) for row in rows)
         frame = Frame(self.model, cache, [width - len(row) for row in rows], needs_rollback=self.source is not None)
         if frame.seen and (len(rows) > 1 or frame.seen >= len(rows[0])):
             raise QkvError(f"the cache holds {frame.seen} tokens already; give it one prompt that goes beyond them")
+        if self.source is not None:
+            self.source.begin(rows)
         ids = torch.stack([torch.nn.functional.pad(row.last(len(row)), (width - len(row), 0)) for row in rows])
-        frame.prefill(ids[:, frame.seen : -1], self.chunk)
+        logits = frame.prefill(ids[:, frame.seen :], self.chunk)
         if self.source is not None:
             frame.record()
-            self.source.begin(rows)
         self.stats.target_calls = frame.num_calls
         self.stats.prefill_seconds = time.perf_counter() - start
-        return frame
+        return frame, logits
+
+    def _first(self, rows: list[Row], logits: Tensor) -> list[list[int]]:
+        """Each row's first token, which the prompt's own call told."""
+        emitted = walk(rows, [self._nothing] * len(rows), logits)
+        for tokens in emitted:
+            self.stats.count(0, len(tokens))
+        self.stats.steps += 1
+        return emitted
 
     def _step(self, rows: list[Row], frame: Frame) -> list[list[int]]:
         """Draft, verify in one call, walk, commit."""
@@ -95,11 +110,10 @@ class Loop:
 
     def _draft(self, rows: list[Row], room: int) -> list[Draft]:
         """A draft of each row that crosses neither the room nor the row's end."""
-        nothing = Draft.chain(torch.zeros(0, dtype=torch.long, device=self.model.device))
         limits = [max(0, min(room, row.remaining) - 1) for row in rows]
         budget = self.length.budget(max(limits)) if self.source is not None and max(limits) else 0
         if self.source is None or budget < 1:
-            return [nothing] * len(rows)
+            return [self._nothing] * len(rows)
         limits = [min(limit, budget) for limit in limits]
         drafts = self.source.draft(rows, limits)
         return [self._cut(*each) for each in zip(drafts, limits, strict=True)]
@@ -111,11 +125,11 @@ class Loop:
         draft = draft.truncate(min(limit, self._known(draft.tokens)))
         if draft.log_q is None:
             draft = draft.truncate(max(0, self.length.keep(draft)))
-        return draft
+        return replace(draft, tokens=upload(draft.tokens, self.model.device))
 
     def _known(self, tokens: Tensor) -> int:
         """Tokens before the first that the model has no row for; those on a device come from models, and are."""
-        if tokens.device.type != "cpu":
+        if not reads_are_cheap(tokens.device):
             return tokens.shape[0]
         return next((i for i, token in enumerate(tokens.tolist()) if not 0 <= token < self.vocab_size), len(tokens))
 
@@ -152,5 +166,4 @@ class Loop:
 
 def _block(row: Row, draft: Draft, longest: int) -> Tensor:
     """A row's last token and its draft, filled up to the longest draft of the batch."""
-    drafted = draft.tokens.to(row.device)
-    return torch.cat((row.last(1), torch.nn.functional.pad(drafted, (0, longest - len(draft)))))
+    return torch.cat((row.last(1), torch.nn.functional.pad(draft.tokens, (0, longest - len(draft)))))

@@ -17,7 +17,8 @@ class DecodeStats:
         accepted: of these, tokens that were emitted and saved a step.
         emitted: tokens generated.
         target_calls: forward passes of the target, prefill included.
-        row_steps: steps, counted once for each row that took part; ``steps`` counts each once.
+        row_steps: steps, counted once for each row that took part; ``steps`` counts each once. The first is the
+            prompt's own call, which tells the first token.
         prefill_seconds, draft_seconds, verify_seconds: wall time; verifying includes choosing and committing.
         plain_seconds: wall time and number of the steps without a draft, from which :attr:`speedup` is told.
         drafted_at, accepted_at: the counts by depth below the last committed token.
@@ -84,7 +85,7 @@ class DecodeStats:
         if not steps or not spent:
             return None
         rows = self.row_steps / self.steps
-        return (self.emitted / rows) * (seconds / steps) / spent
+        return (self.emitted / rows - 1) * (seconds / steps) / spent
 
     def __str__(self) -> str:
         rate = self.emitted / self.seconds if self.seconds else 0.0

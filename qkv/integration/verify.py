@@ -13,6 +13,7 @@ from qkv.errors import QkvError
 from qkv.integration.compat import cache_argument
 from qkv.integration.hf_cache import KVCache
 from qkv.integration.hf_layer import KVLayer
+from qkv.integration.upload import upload
 
 
 class Frame:
@@ -50,17 +51,21 @@ class Frame:
         """Real committed tokens of each row: the position of its next one."""
         return [self.seen - start for start in self.starts]
 
-    def prefill(self, ids: Tensor, chunk: int) -> None:
+    def prefill(self, ids: Tensor, chunk: int) -> Tensor:
         """Commit a prompt ``[rows, tokens]``, padded on the left, never crossing the cache's room.
 
         Every token then attends to what it would have attended to one by one, so that the chunk changes nothing.
+
+        Returns:
+            Logits ``[rows, 1, vocabulary]`` after the last token, ``[rows, 0, 0]`` where there was none.
         """
-        at = 0
+        at, logits = 0, torch.zeros(ids.shape[0], 0, 0)
         while at < ids.shape[1]:
             count = min(chunk, self.room(), ids.shape[1] - at)
-            self._call(ids[:, at : at + count], keep_logits=1)
+            logits = self._call(ids[:, at : at + count], keep_logits=1)[:, -1:]
             self.seen += count
             at += count
+        return logits
 
     def record(self) -> None:
         """From now on a step stays open until its commit; without it, every commit keeps all."""
@@ -100,7 +105,7 @@ class Frame:
         if len(rows) == len(self.starts):
             return
         if self.seen or self.num_open:
-            self.cache.batch_select_indices(torch.tensor(list(rows), device=self.model.device))
+            self.cache.batch_select_indices(upload(rows, self.model.device))
         self.starts = [self.starts[row] for row in rows]
         self._trim()
 
@@ -120,14 +125,15 @@ class Frame:
 
     def _call(self, tokens: Tensor, keep_logits: int = 0) -> Tensor:
         before = self.seen + self.num_open
-        columns = before + torch.arange(tokens.shape[1], device=tokens.device)
-        starts = torch.tensor(self.starts, device=tokens.device)[:, None]
+        after = before + tokens.shape[1]
         given: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True}
-        if "position_ids" in self._parameters:
-            given["position_ids"] = (columns[None] - starts).clamp(min=0)
+        positions = torch.arange(before, after, device=tokens.device)[None]
         if any(self.starts):
-            every = torch.arange(before + tokens.shape[1], device=tokens.device)
-            given["attention_mask"] = (every[None] >= starts).long()
+            starts = upload(self.starts, tokens.device)[:, None]
+            positions = (positions - starts).clamp(min=0)
+            given["attention_mask"] = (torch.arange(after, device=tokens.device)[None] >= starts).long()
+        if "position_ids" in self._parameters:
+            given["position_ids"] = positions.expand(tokens.shape[0], -1)
         if keep_logits and "logits_to_keep" in self._parameters:
             given["logits_to_keep"] = keep_logits
         self.num_calls += 1
@@ -152,7 +158,7 @@ def _keep(layer: Any, kept: Sequence[int], num_open: int) -> None:
     """Shift rows that keep fewer tokens to the right, then cut what no row keeps."""
     width = max(kept)
     if any(count != width for count in kept):
-        shift = torch.tensor([width - count for count in kept], device=layer.keys.device)
+        shift = upload([width - count for count in kept], layer.keys.device)
         columns = torch.arange(layer.keys.shape[-2], device=layer.keys.device)
         index = (columns[None] - shift[:, None]).clamp(min=0)[:, None, :, None]
         layer.keys = layer.keys.gather(2, index.expand_as(layer.keys))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qkv.integration.draft import Draft
 from qkv.integration.sampling import CHOICE, DRAFT, choose, reject_or_keep
+from qkv.integration.upload import upload
 
 
 class Row:
@@ -44,6 +45,7 @@ class Row:
         self.is_finished = False
         self._buffer = torch.zeros(1, len(self.ids) + 256, dtype=torch.long, device=self.device)
         self._buffer[0, : len(self.ids)] = prompt
+        self._uploaded = len(self.ids)
 
     # --- what sources may ask ----------------------------------------------------------------------------
 
@@ -56,13 +58,18 @@ class Row:
         return max(0, self.max_length - len(self.ids))
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the choice is the largest logit, as it comes from the model."""
+        return self.seed is None and not self.processors
+
+    @property
     def new_ids(self) -> list[int]:
         """Tokens emitted so far."""
         return self.ids[self.num_prompt :]
 
     def last(self, num_tokens: int) -> Tensor:
         """The newest tokens, int64 ``[num_tokens]`` on the row's device."""
-        return self._buffer[0, len(self.ids) - num_tokens : len(self.ids)]
+        return self._uploaded_ids()[0, len(self.ids) - num_tokens : len(self.ids)]
 
     def scores(self, logits: Tensor, drafted: Sequence[Tensor] | Tensor) -> Tensor:
         """Processed logits ``[vocabulary]`` after the row's tokens and ``drafted`` ones (each int64 ``[]``)."""
@@ -86,8 +93,6 @@ class Row:
 
     def emit(self, token: int) -> None:
         """Append a token and see whether the row ends with it."""
-        self._grow(len(self.ids) + 1)
-        self._buffer[0, len(self.ids)] = token
         self.ids.append(token)
         self.is_finished = len(self.ids) >= self.max_length or token in self.eos or self._is_stopped()
 
@@ -98,7 +103,7 @@ class Row:
             logits: ``[vocabulary]`` of the target, after the path.
             child: index of the token drafted next, for the rejection rule.
         """
-        scores = self.scores(logits, draft.tokens[list(path)])
+        scores = self.scores(logits, draft.tokens[: len(path)] if draft.is_chain else draft.tokens[list(path)])
         position = len(self.ids) + len(path)
         if self.seed is not None and draft.log_q is not None and child is not None:
             return reject_or_keep(scores, draft.tokens[child], draft.log_q[child], self.seed, position)
@@ -106,15 +111,21 @@ class Row:
 
     def _prefix(self, drafted: Sequence[Tensor] | Tensor) -> Tensor:
         length = len(self.ids)
-        self._grow(length + len(drafted))
+        buffer = self._uploaded_ids(len(drafted))
         if len(drafted):
             new = drafted if isinstance(drafted, Tensor) else torch.stack(list(drafted))
-            self._buffer[0, length : length + len(drafted)] = new
-        return self._buffer[:, : length + len(drafted)]
+            buffer[0, length : length + len(drafted)] = new
+        return buffer[:, : length + len(drafted)]
 
-    def _grow(self, length: int) -> None:
-        if length > self._buffer.shape[1]:
-            self._buffer = torch.nn.functional.pad(self._buffer, (0, length))
+    def _uploaded_ids(self, more: int = 0) -> Tensor:
+        """The buffer with all tokens on the device, and room for some more."""
+        length = len(self.ids)
+        if length + more > self._buffer.shape[1]:
+            self._buffer = torch.nn.functional.pad(self._buffer, (0, length + more))
+        if self._uploaded < length:
+            self._buffer[0, self._uploaded : length] = upload(self.ids[self._uploaded :], self.device)
+            self._uploaded = length
+        return self._buffer
 
     def _is_stopped(self) -> bool:
         if not self.criteria:
@@ -132,11 +143,17 @@ def walk(rows: Sequence[Row], drafts: Sequence[Draft], logits: Tensor) -> list[l
     Returns:
         The tokens that each row emitted, at least one.
     """
-    if logits.device.type == "cpu" or not all(draft.is_chain for draft in drafts):
-        paths = [_path_by_steps(row, draft, part) for row, draft, part in zip(rows, drafts, logits, strict=True)]
-    else:
+    is_chain = all(draft.is_chain for draft in drafts)
+    if is_chain and (not reads_are_cheap(logits.device) or all(row.is_plain for row in rows)):
         paths = _paths_at_once(rows, drafts, logits)
+    else:
+        paths = [_path_by_steps(row, draft, part) for row, draft, part in zip(rows, drafts, logits, strict=True)]
     return [_emit(row, path) for row, path in zip(rows, paths, strict=True)]
+
+
+def reads_are_cheap(device: torch.device) -> bool:
+    """Whether the host may look at single numbers: elsewhere each look waits for the device."""
+    return device.type == "cpu"
 
 
 def _emit(row: Row, path: list[int]) -> list[int]:
@@ -166,18 +183,24 @@ def _path_by_steps(row: Row, draft: Draft, logits: Tensor) -> list[int]:
 
 def _paths_at_once(rows: Sequence[Row], drafts: Sequence[Draft], logits: Tensor) -> list[list[int]]:
     """The same for chains, with one wait for the device: every position is chosen, then all are read."""
-    chosen = [
-        row.choice(part[depth], draft, range(depth), depth if depth < len(draft) else None)
-        for row, draft, part in zip(rows, drafts, logits, strict=True)
-        for depth in range(len(draft) + 1)
-    ]
-    drafted = torch.cat([draft.tokens.to(logits.device) for draft in drafts])
-    read = torch.cat((torch.stack(chosen), drafted)).tolist()
-    choices, guesses = read[: len(chosen)], read[len(chosen) :]
-    paths, at, guess = [], 0, 0
-    for draft in drafts:
-        path = choices[at : at + len(draft) + 1]
-        right = [a == b for a, b in zip(path, guesses[guess : guess + len(draft)], strict=False)]
+    if all(row.is_plain for row in rows):
+        chosen = logits.argmax(-1)
+    else:
+        chosen = torch.nn.utils.rnn.pad_sequence(list(map(_choices, rows, drafts, logits)), batch_first=True)
+    drafted = torch.cat([draft.tokens for draft in drafts])
+    read = torch.cat((chosen.flatten(), drafted)).tolist()
+    guesses, paths, width = read[chosen.numel() :], [], chosen.shape[1]
+    for number, draft in enumerate(drafts):
+        path = read[number * width :][: len(draft) + 1]
+        right = [a == b for a, b in zip(path, guesses[: len(draft)], strict=False)]
         paths.append(path[: (right + [False]).index(False) + 1])
-        at, guess = at + len(draft) + 1, guess + len(draft)
+        guesses = guesses[len(draft) :]
     return paths
+
+
+def _choices(row: Row, draft: Draft, logits: Tensor) -> Tensor:
+    """The rule's token at every position, int64 ``[1 + draft]``."""
+    count = len(draft)
+    return torch.stack(
+        [row.choice(logits[at], draft, range(at), at if at < count else None) for at in range(count + 1)]
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median_low
 from typing import Final
 
 from qkv.errors import QkvError
@@ -10,7 +12,10 @@ from qkv.integration.length.base import Outcome
 from qkv.integration.length.costs import Costs
 from qkv.integration.length.record import Record
 
-PROBE: Final = 4
+BLOCKS: Final = (4, 8, 12, 16, 24, 32, 48, 64)
+"""Tokens of a verify call, the last committed one included, that nearly free drafts are cut to: few sizes, so that
+each is measured soon and kernels see few shapes."""
+PROBE: Final = 3
 LEAST_WAIT: Final = 8
 MOST_WAIT: Final = 64
 FREE: Final = 0.02
@@ -21,8 +26,8 @@ class Adaptive:
     """Maximise tokens a second: ``(1 + a_1 + a_1 a_2 + … ) / (v(k + 1) + k d)`` over k, 0 included.
 
     ``a_i`` is the running acceptance at depth i of drafts of the same confidence, ``v(n)`` the measured cost of
-    verifying n tokens, ``d`` that of drafting one. Where no k pays, it probes now and then, at doubling
-    distances. Formula: Leviathan et al., arXiv 2211.17192, with v measured in place of 1.
+    verifying n tokens, ``d`` that of drafting one; both are medians. Where no k pays, it probes now and then, at
+    doubling distances. Formula: Leviathan et al., arXiv 2211.17192, with v measured in place of 1.
 
     Args:
         most: tokens a step at most.
@@ -31,58 +36,55 @@ class Adaptive:
         QkvError: ``most`` below 1.
     """
 
-    def __init__(self, most: int = 24) -> None:
+    def __init__(self, most: int = BLOCKS[-1] - 1) -> None:
         if most < 1:
             raise QkvError(f"an adaptive length of at most {most} tokens never drafts; use source='none'")
         self.most = most
         self.costs = Costs()
-        self._records: dict[int, Record] = {}
-        self._draft_cost: float | None = None
+        self._record = Record()
+        self._draft_costs: deque[float] = deque(maxlen=5)
+        self._confidence = 0
         self._wait, self._idle = LEAST_WAIT, 0
 
     def budget(self, limit: int) -> int:
-        """Where drafting is nearly free all there may be, else the length that pays by overall acceptance."""
+        """Where drafting is nearly free all there may be, else the length that pays by what was accepted so far."""
         limit = min(limit, self.most)
-        if not self.costs.is_known:
-            return 0
-        if self._draft_cost is None:
+        if not self._draft_costs:
             return min(limit, PROBE)
-        if self._draft_cost < FREE:
+        if self._is_free:
             return limit
-        best = self._record(max(self._records, default=0))
-        return self._choose(best, limit, self._draft_cost)
+        return self._choose(self._confidence, limit, median_low(self._draft_costs))
 
     def keep(self, draft: Draft) -> int:
         """The tokens worth verifying, given what kind of draft it is."""
-        if not len(draft) or self._draft_cost is None or self._draft_cost >= FREE:
+        if not len(draft) or not self._is_free:
             return len(draft)
-        return self._choose(self._record(draft.confidence), len(draft), 0.0)
+        return self._choose(draft.confidence, len(draft), 0.0)
 
     def update(self, outcome: Outcome) -> None:
         """Learn costs and acceptance."""
         self.costs.update(outcome.verified, outcome.verify_seconds)
-        one = self.costs.seconds(1)
         longest = max(outcome.drafts, default=0)
-        if one and longest:
-            cost = outcome.draft_seconds / longest / one
-            self._draft_cost = cost if self._draft_cost is None else self._draft_cost + 0.2 * (cost - self._draft_cost)
+        if longest and self.costs.one:
+            self._draft_costs.append(outcome.draft_seconds / longest / self.costs.one)
         if any(outcome.accepted):
             self._wait = max(LEAST_WAIT, self._wait // 2)
         for drafted, accepted, confidence in zip(outcome.drafts, outcome.accepted, outcome.confidences, strict=True):
             if drafted:
-                self._record(confidence).update(drafted, accepted)
+                self._record.update(confidence, drafted, accepted)
+                self._confidence = confidence
 
-    def _record(self, confidence: int) -> Record:
-        """A source's own word counts until there are counts: 0 says nothing, 1, 2, 3 … ever more."""
-        if confidence not in self._records:
-            self._records[confidence] = Record(1 - 0.7**confidence if confidence else 0.5)
-        return self._records[confidence]
+    @property
+    def _is_free(self) -> bool:
+        return bool(self._draft_costs) and median_low(self._draft_costs) < FREE
 
-    def _choose(self, record: Record, limit: int, draft_cost: float) -> int:
+    def _choose(self, confidence: int, limit: int, draft_cost: float) -> int:
         best, rate, tokens, survival = 0, 1.0, 1.0, 1.0
-        for count, acceptance in enumerate(record.acceptances(limit), 1):
+        for count, acceptance in enumerate(self._record.acceptances(confidence, limit), 1):
             survival *= acceptance
             tokens += survival
+            if draft_cost < FREE and count + 1 not in BLOCKS and count < limit:
+                continue
             found = tokens / (self.costs.relative(count + 1) + count * draft_cost)
             if found > rate:
                 best, rate = count, found

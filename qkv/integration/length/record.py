@@ -1,43 +1,58 @@
-"""Running acceptance of one kind of draft, depth by depth."""
+"""Running acceptance of drafted tokens, by how much of their context agreed."""
 
 from __future__ import annotations
 
 from typing import Final
 
-DECAY: Final = 0.9
-PRIOR_WEIGHT: Final = 1.0
+DECAY: Final = 0.95
+PRIOR_WEIGHT: Final = 3.0
+UNKNOWN: Final = 0.5
+"""Acceptance of a first token about whose context nothing is said."""
+CHANCE: Final = 0.8
+MOST: Final = 0.85
+"""After m agreeing tokens the next agrees in ``1 - CHANCE / m`` of all cases, at most ``MOST``, until it is known
+better: about what texts of several kinds show."""
 
 
 class Record:
-    """Counts of the drafts of one confidence.
+    """Counts by *agreement*: the tokens before a drafted one that are those of the place it was copied from.
 
-    Acceptance is kept for each depth on its own, because it is far from even: a copied passage goes on being
-    right once its first tokens were, and a chance match goes wrong at once.
-
-    Args:
-        prior: acceptance at the first depth, until it is known; deeper ones start from the depth above.
+    A draft that was found by a match of m tokens has an agreement of m at its first token, m + 1 at its second,
+    and so on: once a copied passage is right it goes on being right, a chance match goes wrong at once. Drafts
+    of confidence 0 (of a model) are counted by depth, each depth starting from what the one above has.
     """
 
-    def __init__(self, prior: float) -> None:
-        self._prior = prior
-        self._tested: list[float] = []
-        self._right: list[float] = []
+    def __init__(self) -> None:
+        self._tested: dict[tuple[bool, int], float] = {}
+        self._right: dict[tuple[bool, int], float] = {}
 
-    def acceptances(self, num_tokens: int) -> list[float]:
+    def acceptances(self, confidence: int, num_tokens: int) -> list[float]:
         """For each depth the chance that its token is accepted, those before it being so."""
         found: list[float] = []
         for depth in range(num_tokens):
-            prior = found[-1] if found else self._prior
-            tested = self._tested[depth] if depth < len(self._tested) else 0.0
-            right = self._right[depth] if depth < len(self._right) else 0.0
+            if confidence:
+                prior = min(MOST, 1 - CHANCE / (confidence + depth))
+            else:
+                prior = found[-1] if found else UNKNOWN
+            key = _key(confidence, depth)
+            tested, right = self._tested.get(key, 0.0), self._right.get(key, 0.0)
             found.append((right + PRIOR_WEIGHT * prior) / (tested + PRIOR_WEIGHT))
         return found
 
-    def update(self, drafted: int, accepted: int) -> None:
+    def update(self, confidence: int, drafted: int, accepted: int) -> None:
         """One draft; the token after the last accepted one was tested too."""
-        missing = drafted - len(self._tested)
-        self._tested = [DECAY * count for count in self._tested] + [0.0] * missing
-        self._right = [DECAY * count for count in self._right] + [0.0] * missing
         for depth in range(min(drafted, accepted + 1)):
-            self._tested[depth] += 1
-            self._right[depth] += depth < accepted
+            key = _key(confidence, depth)
+            self._tested[key] = DECAY * self._tested.get(key, 0.0) + 1
+            self._right[key] = DECAY * self._right.get(key, 0.0) + (depth < accepted)
+
+
+def _key(confidence: int, depth: int) -> tuple[bool, int]:
+    """Agreements of 1, 2, 3 apart, then two classes a doubling, up to 32."""
+    if not confidence:
+        return False, depth
+    agreement = min(confidence + depth, 32)
+    if agreement < 4:
+        return True, agreement
+    doublings = agreement.bit_length() - 1
+    return True, 2 * doublings + (agreement >> (doublings - 1) & 1)

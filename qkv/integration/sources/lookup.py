@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from qkv.errors import QkvError
@@ -20,42 +21,41 @@ class Index:
     def __init__(self, longest: int, candidates: int) -> None:
         self._longest, self._candidates = longest, candidates
         self._ids: list[int] = []
-        self._places: dict[tuple[int, int], list[int]] = {}
-        self._single: dict[int, int] = {}
+        self._places: dict[tuple[int, ...], list[int]] = {}
 
     def extend(self, ids: Sequence[int]) -> None:
         """Take in the tokens that are new."""
         for token in ids[len(self._ids) :]:
             at = len(self._ids)
-            if at >= 1:  # a place is indexed once a token follows it
-                self._single[self._ids[-1]] = at
-            if at >= 2:
-                self._places.setdefault((self._ids[-2], self._ids[-1]), []).append(at)
+            for length in range(1, min(at, 2) + 1):  # a place is indexed once a token follows it
+                self._places.setdefault(tuple(self._ids[at - length :]), []).append(at)
             self._ids.append(token)
 
     def match(self) -> tuple[int, int]:
-        """Where the text went on after the longest, then most recent match of its end; and the match's length."""
+        """Where the text went on after the longest match of its end; and the match's length.
+
+        Of places with equal matches it is one whose next token most of them share, the most recent of these.
+        """
         ids = self._ids
-        places = self._places.get((ids[-2], ids[-1]), []) if len(ids) > 1 else []
-        best, length = 0, 0
-        for at in reversed(places[-self._candidates :]):
-            found = self._common(at)
-            if found > length:
-                best, length = at, found
-            if length >= self._longest:
+        for shortest in (2, 1):
+            if len(ids) >= shortest and (places := self._places.get(tuple(ids[-shortest:]))):
                 break
-        if length:
-            return best, length
-        at = self._single.get(ids[-1], 0) if ids else 0
-        return at, 1 if at else 0
+        else:
+            return 0, 0
+        lengths = {at: self._common(at, shortest) for at in reversed(places[-self._candidates :])}
+        longest = max(lengths.values())
+        best = [at for at, length in lengths.items() if length == longest]
+        following = Counter(ids[at] for at in best)
+        return max(best, key=lambda at: following[ids[at]]), longest
 
     def follow(self, at: int, num_tokens: int) -> list[int]:
         """Tokens from ``at`` on; past the end of the text, as if it repeated itself."""
         period = len(self._ids) - at
         return [self._ids[at + step % period] for step in range(num_tokens)]
 
-    def _common(self, at: int) -> int:
-        ids, end, length = self._ids, len(self._ids), 2
+    def _common(self, at: int, length: int) -> int:
+        """Tokens before ``at`` that are those of the end; ``length`` of them are known to be."""
+        ids, end = self._ids, len(self._ids)
         while length < min(self._longest, at) and ids[at - 1 - length] == ids[end - 1 - length]:
             length += 1
         return length
@@ -73,7 +73,7 @@ class Lookup:
         QkvError: lengths that are no lengths.
     """
 
-    def __init__(self, shortest: int = 1, longest: int = 16, candidates: int = 32) -> None:
+    def __init__(self, shortest: int = 1, longest: int = 32, candidates: int = 32) -> None:
         if not 1 <= shortest <= longest or candidates < 1:
             raise QkvError(f"lookup of {shortest} to {longest} tokens among {candidates} places: give 1 <= shortest")
         self.shortest, self.longest, self.candidates = shortest, longest, candidates
@@ -82,9 +82,11 @@ class Lookup:
     def begin(self, rows: Sequence[Row]) -> None:
         """Index the prompts."""
         self._indices = [Index(self.longest, self.candidates) for _ in rows]
+        for index, row in zip(self._indices, rows, strict=True):
+            index.extend(row.ids)
 
     def draft(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Draft]:
-        """What followed the longest match; a longer one is told by a higher confidence."""
+        """What followed the longest match; whose length is the confidence."""
         return [self._draft(*each) for each in zip(self._indices, rows, limits, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:
@@ -96,4 +98,4 @@ class Lookup:
         at, length = index.match()
         if length < self.shortest or limit < 1:
             return Draft.chain([])
-        return Draft.chain(index.follow(at, limit), confidence=length.bit_length())
+        return Draft.chain(index.follow(at, limit), confidence=length)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,9 @@ from qkv.errors import QkvError
 from qkv.integration.decoder import SpeculativeDecoder
 from qkv.integration.draft import Draft
 from qkv.integration.length import Adaptive, Fixed, Length, Outcome, make_length
+from qkv.integration.length.adaptive import BLOCKS
+from qkv.integration.length.costs import Costs
+from qkv.integration.length.record import Record
 from qkv.integration.sources import Lookup, ModelSource, NGram, Source, make_source
 from qkv.integration.sources.model import check_vocabulary
 from qkv.integration.walk import Row
@@ -43,6 +49,11 @@ def test_lookup_takes_the_longest_then_the_most_recent_match() -> None:
     assert looked_up([5, 6, 4, 5], 3, shortest=2) == [] and looked_up([1, 2, 3]) == [] and looked_up([1]) == []
     assert looked_up([1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]  # goes on as if it repeated itself
     assert looked_up([7, 7], 3) == [7, 7, 7]
+
+
+def test_lookup_takes_what_most_places_share() -> None:
+    assert looked_up([1, 7, 9, 9, 1, 7, 9, 1, 8, 4, 1], 2) == [7, 9]
+    assert looked_up([1, 7, 9, 9, 1, 8, 4, 1], 2) == [8, 4]
 
 
 def test_lookup_index_grows_with_the_row() -> None:
@@ -134,26 +145,58 @@ def test_names_and_protocols() -> None:
     assert isinstance(make_source(related(), target()), ModelSource)
 
 
-def outcome(drafted: int, accepted: int, cost: float, confidence: int = 1) -> Outcome:
-    return Outcome((drafted,), (accepted,), (confidence,), drafted + 1, 1e-6 * drafted, cost)
+def lasting(policy: Adaptive, right: int, cost: Callable[[int], float], steps: int, confidence: int = 1) -> list[int]:
+    """What a policy submits step by step of drafts of 63 tokens of which the first ``right`` are."""
+    submitted, draft = [], Draft.chain([1] * 63, confidence=confidence)
+    for _ in range(steps):
+        kept = policy.keep(draft.truncate(policy.budget(63)))
+        submitted.append(kept)
+        policy.update(Outcome((kept,), (min(kept, right),), (confidence,), kept + 1, 1e-6 * kept, cost(kept + 1)))
+    return submitted
 
 
 def test_adaptive_drafts_where_it_pays_and_stops_where_it_does_not() -> None:
     policy = Adaptive()
-    assert policy.budget(30) == 0  # the cost of a plain step comes first
-    policy.update(outcome(0, 0, 1.0))
-    draft = Draft.chain([1] * 24, confidence=1)
-    for _ in range(30):
-        kept = policy.keep(draft)
-        policy.update(outcome(kept, kept, 1 + 0.02 * kept))
-    assert policy.keep(draft) == 24
-    probes = 0
-    for _ in range(400):
-        kept = policy.keep(draft)
-        probes += kept > 0
-        policy.update(outcome(kept, 0, 1.0 if kept == 0 else 1.6))
-    assert probes < 40
-    assert sum(policy.keep(draft) > 0 for _ in range(128)) == 2  # at most one in 64
+    assert lasting(policy, 63, lambda n: 1 + 0.02 * n, 30)[-1] == 63
+    wrong = lasting(policy, 0, lambda n: 1.0 if n == 1 else 1.6, 400)
+    assert sum(kept > 0 for kept in wrong) < 50
+    assert sum(kept > 0 for kept in lasting(policy, 0, lambda n: 1.0 if n == 1 else 1.6, 128)) == 2  # one in 64
+
+
+def test_adaptive_asks_for_few_sizes() -> None:
+    assert {kept + 1 for kept in lasting(Adaptive(), 9, lambda n: 1 + 0.02 * n, 40)} <= {1, *BLOCKS}
+
+
+def test_adaptive_is_not_misled_by_spikes() -> None:
+    """One step in seven takes four times as long, those of a plain step among them."""
+    number = itertools.count()
+    submitted = lasting(Adaptive(), 12, lambda n: (1 + 0.02 * n) * (4 if next(number) % 7 == 3 else 1), 80)
+    assert statistics.median(submitted[40:]) in (11, 15)
+
+
+def test_costs_are_medians_and_one_row_stands_apart() -> None:
+    costs = Costs()
+    assert costs.relative(1) == 1 and costs.relative(9) == pytest.approx(1.5) and costs.one is None
+    costs.update(4, 1.25)
+    assert costs.one == pytest.approx(1.0) and costs.relative(4) == pytest.approx(1.25)
+    for seconds in (1.0, 1.0, 9.0):
+        costs.update(1, seconds)
+    for n, seconds in ((4, 1.5), (4, 1.5), (8, 1.9)):
+        costs.update(n, seconds)
+    assert costs.one == 1 and costs.relative(2) == costs.relative(4) == 1.5  # not drawn towards one row
+    assert costs.relative(6) == pytest.approx(1.7) and costs.relative(10) == pytest.approx(2.0)
+
+
+def test_acceptance_is_learnt_by_agreement() -> None:
+    record = Record()
+    fresh = record.acceptances(1, 4)
+    assert fresh == sorted(fresh) and record.acceptances(3, 1)[0] == fresh[2] == pytest.approx(1 - 0.8 / 3)
+    for _ in range(20):
+        record.update(1, 3, 3)
+    assert record.acceptances(1, 1)[0] > 0.7 and record.acceptances(2, 1)[0] > 0.7  # its second token agreed on two
+    for _ in range(20):
+        record.update(0, 3, 1)
+    assert record.acceptances(0, 2)[0] > 0.8 and record.acceptances(0, 2)[1] < 0.2
 
 
 def test_adaptive_weighs_the_cost_of_drafting() -> None:
