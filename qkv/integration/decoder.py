@@ -183,7 +183,8 @@ class SpeculativeDecoder:
     ) -> SpeculativeDecoder:
         """Quantize the target, the draft model and the cache of this decoder in place; returns it.
 
-        The originals stay in memory until :meth:`unpatch_` puts them back bit for bit.
+        The originals stay in memory until :meth:`unpatch_` puts them back bit for bit, and :meth:`footprint` counts
+        them: this compares formats in a live decoder; ``qkv.quantize_`` is what saves memory.
 
         Args:
             weights: format of the target's linear layers; ``draft_weights`` of the draft model's.

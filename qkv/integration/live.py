@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 class DecoderFootprint:
     """Bytes of a decoder's parts; a storage that several share counts with the first.
 
+    ``patch_`` makes a decoder's memory larger, not smaller, until the originals are let go: they are ``kept``, and
+    part of ``total``. To have the smaller size for good, quantize the models with ``qkv.quantize_`` instead.
+
     Args:
-        target: weights and buffers of the target.
+        target: weights and buffers of the target, and what kernels packed for themselves.
         draft: those of the draft model, less what it shares with the target.
         kept: originals that ``unpatch_`` will put back.
-        cache: the target's cache after the last generation; ``draft_cache`` the draft's.
+        cache: the target's cache of the last generation, which the decoder holds until the next one begins;
+            ``draft_cache`` the draft's.
         before: the same before ``patch_``.
     """
 
@@ -106,8 +110,8 @@ def measure(decoder: SpeculativeDecoder, patch: LivePatch | None) -> DecoderFoot
     seen: set[int] = set()
     source = decoder.source
     return DecoderFootprint(
-        target=_fresh_nbytes(_tensors(decoder.model), seen),
-        draft=_fresh_nbytes(_tensors(_draft_model(decoder)), seen),
+        target=_fresh_nbytes(_tensors(decoder.model), seen) + _packed_nbytes(decoder.model),
+        draft=_fresh_nbytes(_tensors(_draft_model(decoder)), seen) + _packed_nbytes(_draft_model(decoder)),
         kept=_fresh_nbytes(patch.originals if patch else (), seen),
         cache=_cache_nbytes(decoder.last_cache),
         draft_cache=_cache_nbytes(source.cache) if isinstance(source, ModelSource) else 0,
@@ -132,6 +136,12 @@ def _draft_model(decoder: SpeculativeDecoder) -> nn.Module | None:
 
 def _tensors(model: nn.Module | None) -> list[Tensor]:
     return [] if model is None else [*model.parameters(), *model.buffers()]
+
+
+def _packed_nbytes(model: nn.Module | None) -> int:
+    """Copies that kernels keep for themselves."""
+    modules = () if model is None else model.modules()
+    return sum(module.packed_nbytes for module in modules if isinstance(module, Holder))
 
 
 def _fresh_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

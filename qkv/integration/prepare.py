@@ -38,8 +38,21 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
     "low_memory": (None, False),
+    "use_mtp": (None, False),
+    "cache_config": (None,),
+    "max_cache_len": (None,),
+    "compile_config": (None,),
+    "continuous_batching_config": (None,),
+    "num_assistant_tokens": (None, 20),
+    "num_assistant_tokens_schedule": (None, "constant"),
+    "assistant_confidence_threshold": (None, 0.4),
+    "assistant_lookbehind": (None, 10),
+    "target_lookbehind": (None, 10),
+    "max_matching_ngram_size": (None,),
+    "speculation_type": (None,),
 }
-"""Fields of a GenerationConfig that this decoder cannot honour, to the values that ask nothing of it."""
+"""Fields of a GenerationConfig that this decoder cannot honour, to the values that ask nothing of it: transformers'
+own defaults. How far to draft is the decoder's ``source=`` and ``length=``."""
 REPEAT_STREAM: Final = 17
 
 
@@ -101,7 +114,9 @@ def check_config(config: Any) -> None:
     for name, neutral in NEUTRAL.items():
         value = getattr(config, name, None)
         if value not in neutral:
-            raise QkvError(f"{name}={shown(value)} is not supported by the speculative decoder; leave it out")
+            drafting = name.startswith(("num_assistant", "assistant", "prompt_lookup", "speculation", "max_matching"))
+            remedy = "; give its own source= and length=" if drafting else "; leave it out"
+            raise QkvError(f"{name}={shown(value)} is not supported by the speculative decoder{remedy}")
 
 
 def seeds_of(seed: int | Sequence[int] | None, count: int) -> list[int]:
