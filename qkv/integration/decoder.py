@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from qkv.errors import QkvError
+from qkv.errors import QkvError, shown
 from qkv.integration.compat import cache_argument
 from qkv.integration.hf_cache import KVCache
 from qkv.integration.inside import rows_inside
@@ -59,8 +59,10 @@ class SpeculativeDecoder:
     ) -> None:
         if accept not in ("coupled", "rejection"):
             raise QkvError(f"accept {accept!r} is neither 'coupled' nor 'rejection'")
-        if chunk < 1:
-            raise QkvError(f"a chunk of {chunk} tokens prefills nothing; give 1 or more")
+        if not isinstance(chunk, int) or chunk < 1:
+            raise QkvError(f"a chunk of {chunk!r} tokens prefills nothing; give a whole number, 1 or more")
+        if not hasattr(model, "config") or not hasattr(model, "generate"):
+            raise QkvError(f"{shown(model)} cannot generate; give a transformers model with an output head")
         if model.config.is_encoder_decoder:
             raise QkvError(f"{type(model).__name__} has an encoder; only decoders can be decoded speculatively here")
         if cache is not None and not isinstance(cache, KVCache):

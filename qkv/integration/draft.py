@@ -37,6 +37,8 @@ class Draft:
     confidence: int = 0
 
     def __post_init__(self) -> None:
+        if self.tokens.ndim != 1 or self.tokens.is_floating_point():
+            raise QkvError(f"drafted tokens are whole numbers [n], not {self.tokens.dtype} {tuple(self.tokens.shape)}")
         if len(self.parents) != self.tokens.shape[0]:
             raise QkvError(f"a draft of {self.tokens.shape[0]} tokens has {len(self.parents)} parents")
         if any(not -1 <= parent < index for index, parent in enumerate(self.parents)):

@@ -17,7 +17,7 @@ NAME = "qkv"
 _IGNORED = frozenset(
     "position_ids use_cache output_attentions output_hidden_states is_causal sliding_window cache_position "
     "num_items_in_batch logits_to_keep return_dict cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k "
-    "position_embeddings token_type_ids past_key_values cache".split()
+    "position_embeddings token_type_ids past_key_values cache output_router_logits".split()
 )
 
 

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import PrefixConstrainedLogitsProcessor
 
 from qkv.errors import QkvError
 from qkv.integration.prepare import REPEAT_STREAM, check_config, make_row, seeds_of, split_prompts
@@ -32,7 +31,7 @@ def rows_inside(
 ) -> list[Row]:
     """A row for each of ``input_ids`` ``[batch, tokens]``, padded on the left as ``attention_mask`` in ``given`` says.
 
-    Processors and criteria see a row with its padding, as they do in transformers' own loops.
+    Processors and criteria see a row in its place in the batch, with its padding, as in transformers' own loops.
 
     Raises:
         QkvError: an option or a model input that this decoder cannot honour.
@@ -41,8 +40,6 @@ def rows_inside(
     odd = sorted(name for name, value in given.items() if name not in KNOWN and value is not None)
     if odd:
         raise QkvError(f"the speculative decoder cannot hand {', '.join(odd)} to the model; leave it out")
-    if len(input_ids) > 1 and any(isinstance(each, PrefixConstrainedLogitsProcessor) for each in processors or ()):
-        raise QkvError("prefix_allowed_tokens_fn in a batch inside model.generate; call decoder.generate instead")
     prompts = split_prompts(input_ids, given.get("attention_mask"), input_ids.device)
     repeats = config.num_return_sequences or 1
     seeds = seeds_of(seed, len(prompts) // repeats)
@@ -52,19 +49,22 @@ def rows_inside(
         key = key_of(key, REPEAT_STREAM, repeat) if repeat else key
         padding = input_ids[number, : input_ids.shape[1] - len(prompt)][None]
         row = make_row(prompt, config, processors, criteria, key if config.do_sample else None, accept)
-        if padding.numel():
-            row.max_length -= padding.shape[1]
-            row.processors = row.processors and _Padded(row.processors, padding)
-            row.criteria = [_Padded(each, padding.cpu()) for each in row.criteria]
+        row.max_length -= padding.shape[1]
+        if len(prompts) > 1 or padding.numel():
+            row.processors = row.processors and _InBatch(row.processors, padding, number, len(prompts))
+            row.criteria = [_InBatch(each, padding.cpu(), number, len(prompts)) for each in row.criteria]
         rows.append(row)
     return rows
 
 
-class _Padded:
-    """A processor or criterion that sees a row behind its padding ``[1, n]``."""
+class _InBatch:
+    """A processor or criterion of a batch, which is shown one row, behind its padding ``[1, n]``, in every place."""
 
-    def __init__(self, inner: Any, padding: Tensor) -> None:
-        self._inner, self._padding = inner, padding
+    def __init__(self, inner: Any, padding: Tensor, number: int, batch: int) -> None:
+        self._inner, self._padding, self._number, self._batch = inner, padding, number, batch
 
-    def __call__(self, ids: Tensor, scores: Any) -> Any:
-        return self._inner(torch.cat((self._padding, ids), 1), scores)
+    def __call__(self, ids: Tensor, scores: Tensor | None) -> Any:
+        every = torch.cat((self._padding, ids), 1).repeat(self._batch, 1)
+        found = self._inner(every, None if scores is None else scores.repeat(self._batch, 1))
+        found = torch.as_tensor(found)
+        return found[self._number][None] if found.ndim else found

@@ -116,6 +116,8 @@ class Loop:
             return [self._nothing] * len(rows)
         limits = [min(limit, budget) for limit in limits]
         drafts = self.source.draft(rows, limits)
+        if len(drafts) != len(rows) or not all(isinstance(draft, Draft) for draft in drafts):
+            raise QkvError(f"{type(self.source).__name__} must return a Draft for each of {len(rows)} rows")
         return [self._cut(*each) for each in zip(drafts, limits, strict=True)]
 
     def _cut(self, draft: Draft, limit: int) -> Draft:

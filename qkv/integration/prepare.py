@@ -72,6 +72,7 @@ def prepare_rows(
     Raises:
         QkvError: an option that is unknown or not supported.
     """
+    check_ids(model, prompts)
     options = _checked(options)
     seeds = seeds_of(seed, len(prompts))
     rows: list[Row] = []
@@ -127,7 +128,8 @@ def seeds_of(seed: int | Sequence[int] | None, count: int) -> list[int]:
     """
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
-    seeds = [seed] * count if isinstance(seed, int) else [int(each) for each in seed]
+    found = list(seed) if isinstance(seed, (Sequence, range, Tensor)) and not isinstance(seed, str) else [seed] * count
+    seeds = [int(each) if isinstance(each, (int, Tensor)) else -1 for each in found]
     if len(seeds) != count or any(not 0 <= each < 2**63 for each in seeds):
         raise QkvError(f"seed {shown(seed)} is no whole number from 0 to 2**63 - 1, nor one for each of {count} rows")
     return seeds
@@ -146,14 +148,31 @@ def new_tokens(options: Mapping[str, Any]) -> int | None:
     return count
 
 
+def check_ids(model: Any, prompts: Sequence[Tensor]) -> None:
+    """Refuse token ids that the model has no embedding for: on a GPU they would end the process.
+
+    Raises:
+        QkvError: an id out of range.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    ids = torch.cat(list(prompts))
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= rows:
+        odd = least if least < 0 else most
+        raise QkvError(f"token id {odd} is none of the model's {rows:,}; encode with the model's own tokenizer")
+
+
 def split_prompts(input_ids: Tensor, attention_mask: Tensor | None, device: Any) -> list[Tensor]:
     """The prompts of a batch ``[rows, tokens]`` without their padding.
 
     Raises:
         QkvError: shapes that do not fit, padding that is not on the left, or a prompt without tokens.
     """
-    if input_ids.ndim != 2 or not input_ids.numel():
-        raise QkvError(f"input_ids of shape {tuple(input_ids.shape)}: give [batch, tokens], with a token at least")
+    if not isinstance(input_ids, Tensor):
+        raise QkvError(f"input_ids {shown(input_ids)} are no tensor; tokenizer(..., return_tensors='pt') makes one")
+    if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
+        shape = f"{input_ids.dtype} {tuple(input_ids.shape)}"
+        raise QkvError(f"input_ids of {shape}: give whole numbers [batch, tokens], with a token at least")
     input_ids = input_ids.to(device)
     if attention_mask is None:
         return list(input_ids)
@@ -189,8 +208,8 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
         raise QkvError(f"generate does not know {', '.join(odd)}; it takes the fields of a GenerationConfig")
     found = dict(options)
     temperature = found.get("temperature")
-    if temperature is not None and not 0 <= temperature < math.inf:
-        raise QkvError(f"temperature {temperature} is not 0 (greedy) or more")
+    if temperature is not None and not (isinstance(temperature, (int, float)) and 0 <= temperature < math.inf):
+        raise QkvError(f"temperature {shown(temperature)} is not a number, 0 (greedy) or more")
     if temperature is not None and temperature < 1e-9:  # the limit of sampling, which logits / 0 cannot take
         found.update(do_sample=False, temperature=None, top_k=None, top_p=None)
     return found
@@ -219,8 +238,8 @@ def _prepared(
 
     try:
         model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], custom_generate=capture, **options)
-    except ValueError as error:
-        raise QkvError(str(error)) from error
+    except (ValueError, TypeError) as error:
+        raise QkvError(f"transformers cannot generate with these options: {error}") from error
     check_config(captured[0][3])
     return captured[0]
 

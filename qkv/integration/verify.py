@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.errors import QkvError
+from qkv.errors import QkvError, shown
 from qkv.integration.compat import cache_argument
 from qkv.integration.hf_cache import KVCache
 from qkv.integration.hf_layer import KVLayer
@@ -33,6 +33,8 @@ class Frame:
     """
 
     def __init__(self, model: Any, cache: Any, starts: Sequence[int], *, needs_rollback: bool = True) -> None:
+        if not hasattr(cache, "get_seq_length"):
+            raise QkvError(f"cache {shown(cache)} is no cache; give a qkv.KVCache or one of transformers' own")
         self.model, self.cache, self.starts = model, cache, list(starts)
         self.seen = int(cache.get_seq_length())
         self.num_open = 0

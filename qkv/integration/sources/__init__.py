@@ -38,7 +38,7 @@ def make_source(source: Any, target: Any) -> Source | None:
         if name in SOURCES and (not rest or name in ("ngram", "model", "self")):
             return SOURCES[name](target, rest)
         raise QkvError(f"source {shown(source)} is none of {', '.join(SOURCES)} (model:DIR, self:FORMAT)")
-    if isinstance(source, Source):
+    if isinstance(source, Source) and not isinstance(source, type):
         return source
     if hasattr(source, "forward") and hasattr(source, "config"):
         return ModelSource(source, target)

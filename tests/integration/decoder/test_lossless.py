@@ -82,7 +82,7 @@ def test_output_is_that_of_plain_decoding(cache: str, mode: str) -> None:
             assert found == expected[:1], (source, length)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt2", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("cache", ["dynamic", "int8"])
 def test_other_models(family: str, cache: str) -> None:
     """Sliding windows, learned positions; prompts and outputs longer than the window of 8."""

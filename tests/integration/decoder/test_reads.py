@@ -19,14 +19,14 @@ LOOKS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "
 """Operations whose result, or its size, the host needs."""
 
 
-class Reads(TorchDispatchMode):
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the host's looks at anything that was computed from a model's weights, and names them.
 
     There is no device here: what comes of the weights is what would lie there.
     """
 
     def __init__(self, *models: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
         for model in models:
             for tensor in (*model.parameters(), *model.buffers()):
@@ -100,4 +100,4 @@ def test_more_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the walk looks at one choice after the other."""
     model = tiny("llama")
     found, steps = reads(monkeypatch, "dynamic", "sampled", 1, source=model, length=4)
-    assert set(found) == {"_local_scalar_dense", "tolist"} and len(found) > steps
+    assert set(found) == {"_local_scalar_dense"} and len(found) > steps
