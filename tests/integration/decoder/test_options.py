@@ -68,7 +68,8 @@ def test_options_are_those_of_transformers(option: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("option", [
-    {"source": "magic"}, {"source": "lookup:3"}, {"source": 3}, {"source": Lookup}, {"chunk": 1.5}, {"length": "long"}, {"length": -1}, {"length": None},
+    {"source": "magic"}, {"source": "lookup:3"}, {"source": 3}, {"source": Lookup}, {"chunk": 1.5},
+    {"length": "long"}, {"length": -1}, {"length": None},
     {"accept": "typical"}, {"chunk": 0}, {"cache": "int8"}, {"source": "self:int77"}, {"source": "model:nowhere"},
 ])  # fmt: skip
 def test_mistakes_are_told_at_once(option: dict[str, Any]) -> None:
