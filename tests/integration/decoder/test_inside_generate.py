@@ -51,7 +51,7 @@ def test_inside_generate_processors_see_padding_as_transformers_own_do() -> None
         {"repetition_penalty": 1.7},
         {"prefix_allowed_tokens_fn": lambda batch, ids: [batch + 3, 2 * batch + 20, int(ids[-1] + 1) % 64]},
         {"no_repeat_ngram_size": 2, "min_length": 30, "eos_token_id": [5, 9]},
-        {"stopping_criteria": [Ends()]},
+        {"stopping_criteria": [Ends()], "eos_token_id": [63]},
     ):
         given: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 0, "do_sample": False, **option}
         expected = model.generate(ids, attention_mask=mask, **given)
