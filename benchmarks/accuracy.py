@@ -33,6 +33,10 @@ ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 CALIBRATED = ("int8", "nf4", "nf4:double", "int4", "int4:asym")
 SAMPLES = 16
 """Pieces of 512 tokens of the other text that scales are searched with."""
+RULE: dict[str, Any] = {"format": "nf4", "overrides": {"self_attn": "int8"}}
+PLAN_SAMPLES = 32
+"""Pieces that plans are made with."""
+SMALL_BITS = 5.0
 
 
 def bitsandbytes_weights_(model: torch.nn.Module, double: bool) -> None:
@@ -43,6 +47,33 @@ def bitsandbytes_weights_(model: torch.nn.Module, double: bool) -> None:
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             codes, state = quantize_4bit(module.weight.data, blocksize=64, quant_type="nf4", compress_statistics=double)
             module.weight.data = dequantize_4bit(codes, state)
+
+
+def calibrate_for_plans(options: argparse.Namespace, tokenizer: Any) -> Any:
+    """Statistics with costs, of more text; None where no plan is asked for."""
+    if options.only not in "plan, calibrated":
+        return None
+    text = Path(options.calibrate).read_text(encoding="utf-8")
+    return qkv.calibrate(qkv.load(options.model), tokenizer, text, samples=PLAN_SAMPLES, gradients=True)
+
+
+def measure_plans(model: str, calibration: Any, quantized: Callable[..., Any], measure: Callable[..., Any]) -> None:
+    """The simple rule, with and without an INT8 table, beside plans of the same size."""
+    if calibration is None:
+        return
+    for name, table in (("", {}), (", embeddings int8", {"embeddings": "int8"})):
+        made = quantized(**RULE, **table, calibration=calibration)
+        measure(f"plan, calibrated: attention int8, mlp nf4{name}", partial(lambda found: found, made))
+        _measure_plan(model, made[1], calibration, quantized, measure)
+    _measure_plan(model, SMALL_BITS, calibration, quantized, measure)
+
+
+def _measure_plan(
+    model: str, bits: float, calibration: Any, quantized: Callable[..., Any], measure: Callable[..., Any]
+) -> None:
+    plan = qkv.plan_checkpoint(model, calibration, target_bpw=bits)
+    print(plan, flush=True)
+    measure(f"plan, calibrated: {bits:.2f} bits", partial(quantized, **plan.options(), calibration=calibration))
 
 
 def main() -> None:
@@ -93,6 +124,7 @@ def main() -> None:
         calibration = qkv.calibrate(fresh(), tokenizer, other, samples=SAMPLES)
         for format in CALIBRATED:
             measure(f"{format}, calibrated", partial(quantized, format, calibration=calibration))
+        measure_plans(options.model, calibrate_for_plans(options, tokenizer), quantized, measure)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 

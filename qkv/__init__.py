@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from qkv.cache.retention import KeepAll as KeepAll
     from qkv.cache.retention import RandomBlocks as RandomBlocks
     from qkv.cache.retention import Window as Window
+    from qkv.checkpoint.budget import load_plan as load_plan
+    from qkv.checkpoint.budget import plan_checkpoint as plan_checkpoint
+    from qkv.checkpoint.budget import save_plan as save_plan
     from qkv.checkpoint.dequantize import dequantize_checkpoint as dequantize_checkpoint
     from qkv.checkpoint.load import load as load
     from qkv.checkpoint.merge import merge_checkpoint as merge_checkpoint
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from qkv.integration.sources import Source as Source
     from qkv.memory.footprint import footprint as footprint
     from qkv.memory.items import Footprint as Footprint
+    from qkv.quantizers.budget import Plan as Plan
     from qkv.quantizers.format import FORMATS as FORMATS
     from qkv.quantizers.format import Format as Format
     from qkv.quantizers.quantize import quantize_tensor as quantize_tensor
@@ -55,6 +59,7 @@ _HOMES = {
     "KVCache": "qkv.integration.hf_cache",
     "KeepAll": "qkv.cache.retention",
     "Length": "qkv.integration.length",
+    "Plan": "qkv.quantizers.budget",
     "PrefixCache": "qkv.cache.prefix",
     "QkvConfig": "qkv.integration.hf_quantizer",
     "QkvError": "qkv.errors",
@@ -68,12 +73,15 @@ _HOMES = {
     "dequantize_checkpoint": "qkv.checkpoint.dequantize",
     "footprint": "qkv.memory.footprint",
     "load": "qkv.checkpoint.load",
+    "load_plan": "qkv.checkpoint.budget",
     "merge_checkpoint": "qkv.checkpoint.merge",
     "patched": "qkv.integration.patch",
     "perplexity": "qkv.integration.perplexity",
+    "plan_checkpoint": "qkv.checkpoint.budget",
     "quantize_": "qkv.integration.patch",
     "quantize_checkpoint": "qkv.checkpoint.quantize",
     "quantize_tensor": "qkv.quantizers.quantize",
+    "save_plan": "qkv.checkpoint.budget",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

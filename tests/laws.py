@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise, product
 from math import ceil
 from typing import Any
 
@@ -11,7 +13,9 @@ from torch import Tensor, nn
 
 import qkv.memory.footprint
 import qkv.quantizers.kernels
+from qkv.errors import QkvError
 from qkv.integration.patch import quantize_
+from qkv.quantizers.budget import Ladder, Unit
 from qkv.quantizers.format import Format
 from qkv.quantizers.kernels import reference
 from qkv.quantizers.nf4 import LEVELS
@@ -212,3 +216,47 @@ def weighted_errors(x: Tensor, weight: Any, importance: Tensor) -> Tensor:
         return error.sum()[None]
     length = format.group_length(columns)
     return torch.stack([error[:, i : i + length].sum(-1) for i in range(0, columns, length)], -1)
+
+
+def check_hull(units: Sequence[Unit]) -> None:
+    """Along a hull sizes grow, losses shrink, and no option lies below the line between two neighbours."""
+    for unit in units:
+        hull = unit.hull()
+        assert hull[0].nbytes == min(option.nbytes for option in unit.options)
+        for first, second in pairwise(hull):
+            assert first.nbytes < second.nbytes and first.loss > second.loss
+            for other in unit.options:
+                if first.nbytes < other.nbytes < second.nbytes:
+                    share = (other.nbytes - first.nbytes) / (second.nbytes - first.nbytes)
+                    assert other.loss >= first.loss + share * (second.loss - first.loss) - 1e-9
+        gains = [(a.loss - b.loss) / (b.nbytes - a.nbytes) for a, b in pairwise(hull)]
+        assert all(first > second for first, second in pairwise(gains))
+
+
+def check_ladder(units: Sequence[Unit]) -> None:
+    """Every plan of the ladder is the best of all of its size or less."""
+    choices = list(product(*(unit.options for unit in units)))
+    ladder = Ladder(units, 0, 8)
+    for index in range(len(ladder)):
+        plan = ladder[index]
+        best = min(sum(o.loss for o in each) for each in choices if sum(o.nbytes for o in each) <= plan.nbytes)
+        assert plan.loss is not None and plan.loss <= best + 1e-9
+
+
+def check_within(units: Sequence[Unit], budget: int) -> None:
+    """A plan fits, is refused only where nothing fits, and loses at most one step's worth against the best of all."""
+    choices = list(product(*(unit.options for unit in units)))
+    fitting = [sum(o.loss for o in each) for each in choices if sum(o.nbytes for o in each) <= budget]
+    if not fitting:
+        try:
+            Ladder(units, 0, 8).within(budget)
+        except QkvError:
+            return
+        raise AssertionError("a plan that cannot fit")
+    plan = Ladder(units, 0, 8).within(budget)
+    chosen = {name: format for formats in (plan.layers, plan.tables) for name, format in formats.items()}
+    taken = [next(o for o in unit.options if o.format == chosen[unit.modules[0]]) for unit in units]
+    assert plan.nbytes == sum(option.nbytes for option in taken) <= budget
+    assert plan.loss is not None and abs(plan.loss - sum(option.loss for option in taken)) < 1e-9
+    largest = max((a.loss - b.loss for unit in units for a, b in pairwise(unit.hull())), default=0.0)
+    assert plan.loss <= min(fitting) + largest + 1e-9

@@ -12,7 +12,8 @@ from torch import Tensor
 import qkv.memory.footprint as memory
 from qkv.integration.patch import quantize_
 from qkv.memory.items import Item
-from qkv.quantizers import calibration, double_quant, grouping, integer, nf4, packing, quantize, tensor
+from qkv.quantizers import budget, calibration, double_quant, grouping, integer, nf4, packing, quantize, tensor
+from qkv.quantizers.budget import Option, Unit
 from qkv.quantizers.format import Format
 from qkv.quantizers.kernels import choose, native, native_cpu, reference
 from qkv.quantizers.linear import QuantizedLinear
@@ -24,11 +25,14 @@ from tests.laws import (
     check_forward_is_pure,
     check_gradient,
     check_groups_apart,
+    check_hull,
+    check_ladder,
     check_like_bitsandbytes,
     check_nearest_codes,
     check_product,
     check_searched_scales,
     check_stored_as_said,
+    check_within,
     sample,
 )
 
@@ -98,6 +102,26 @@ def pure() -> None:
     model = tiny("llama")
     quantize_(model, "int8")
     check_forward_is_pure(model, prompt())
+
+
+UNITS = [
+    Unit(("a",), (Option("nf4", 4, 1.0), Option("int8", 6, 0.9), Option("keep", 8, 0.0))),
+    Unit(("b",), (Option("nf4", 4, 3.0), Option("int8", 8, 0.2), Option("keep", 16, 0.0))),
+    Unit(("c",), (Option("nf4", 4, 0.2), Option("int8", 8, 0.1))),
+]
+
+
+def hulls() -> None:
+    check_hull(UNITS)
+
+
+def ladders() -> None:
+    check_ladder(UNITS)
+
+
+def budgets() -> None:
+    for nbytes in range(10, 34):
+        check_within(UNITS, nbytes)
 
 
 def floor_instead_of_round(patch: Patch) -> None:
@@ -267,6 +291,22 @@ def codes_for_the_spanning_scales(patch: Patch) -> None:
     patch.setattr(quantize, "_codes", mutant)
 
 
+def every_option_a_step(patch: Patch) -> None:
+    patch.setattr(Unit, "hull", lambda self: sorted(self.options, key=lambda option: option.nbytes))
+
+
+def steps_by_size(patch: Patch) -> None:
+    """The smallest gain a byte first."""
+    gain = budget._gain
+    patch.setattr(budget, "_gain", lambda first, second: -gain(first, second))
+
+
+def scales_of_nothing(patch: Patch) -> None:
+    """A plan that forgets what one of its units takes."""
+    plan_of = budget.plan_of
+    patch.setattr(budget, "plan_of", lambda units, chosen, fixed, n: plan_of(units, chosen, fixed - 4, n))
+
+
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (floor_instead_of_round, bounds),
     (tutorial_levels, bounds),
@@ -282,6 +322,9 @@ MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (the_last_ratio_tried, searched),
     (nested_scales_unchecked, searched),
     (codes_for_the_spanning_scales, nearest),
+    (every_option_a_step, hulls),
+    (steps_by_size, ladders),
+    (scales_of_nothing, budgets),
     (no_bias, products),
     (a_kernel_that_drops_the_last_group, products),
     (a_gradient_through_the_transposed_weight, gradients),

@@ -62,6 +62,8 @@ class Importances:
         if calibrated is None:
             return cls({})
         quantized = {name: choice for name, choice in choices.items() if choice.format}
+        if not all(choice.parameter for choice in quantized.values()):
+            raise QkvError(f"{source.path} is a model that transformers cannot build and run; leave calibrate out")
         calibration = find_calibration(source.directory, calibrated, samples)
         calibration.check_covers(choice.parameter for choice in quantized.values())
         found = {name: _part(name, source, choice, calibration) for name, choice in quantized.items()}
@@ -75,7 +77,9 @@ def importance_tensor(importance: bytes, shape: Sequence[int]) -> Tensor:
     return found if len(found) == shape[-1] else found.reshape(-1, shape[-1])
 
 
-def find_calibration(src: str | Path, calibrated: Calibration | str | Path, samples: int = 32) -> Calibration:
+def find_calibration(
+    src: str | Path, calibrated: Calibration | str | Path, samples: int = 32, *, gradients: bool = False
+) -> Calibration:
     """``calibrated`` itself, read from its file, or made by running the model in ``src`` over a text.
 
     Raises:
@@ -88,7 +92,7 @@ def find_calibration(src: str | Path, calibrated: Calibration | str | Path, samp
         return Calibration.load(path)
     tokenizer = load_tokenizer(src)
     texts = read_texts(path, tokenizer)
-    return calibrate(load(src), tokenizer, texts, samples=samples)
+    return calibrate(load(src), tokenizer, texts, samples=samples, gradients=gradients)
 
 
 def read_texts(path: Path, tokenizer: Any) -> list[str]:
@@ -131,13 +135,23 @@ def _text_of(line: bytes, where: str, tokenizer: Any) -> str:
 
 
 def _part(name: str, source: Source, choice: Choice, calibration: Calibration) -> Tensor | None:
-    """The importance of one tensor of the files; of an expert that is stored apart, its row."""
+    """The importance of one tensor of the files."""
     found = calibration.importance.get(choice.parameter)
     entry = source.entries[name]
     if len(entry.shape) == 2:
         calibration.check_weight(choice.parameter, source.read_rows(name, 0, min(entry.shape[0], 1)))
-    expert = EXPERT.search(name)
-    if found is None or found.dim() == 1 or len(entry.shape) == 3:
-        return found
-    number = int(expert[1]) if expert else len(found)
-    return found[number] if number < len(found) else None
+    return None if found is None else expert_part(found, name, len(entry.shape))
+
+
+def expert_part(importance: Tensor, name: str, num_dimensions: int) -> Tensor:
+    """Of a stack's importance ``[experts, in]``, the row of the one expert that the file tensor ``name`` is.
+
+    Raises:
+        QkvError: an expert beyond those that were calibrated.
+    """
+    if importance.dim() == 1 or num_dimensions == 3:
+        return importance
+    found = EXPERT.search(name)
+    if found is None or int(found[1]) >= len(importance):
+        raise QkvError(f"{name} is none of the {len(importance)} experts of the calibration; calibrate this model")
+    return importance[int(found[1])]

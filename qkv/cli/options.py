@@ -32,7 +32,6 @@ def add_format_options(parser: argparse.ArgumentParser) -> None:
     """What to quantize to what."""
     parser.add_argument(
         "--format",
-        default="nf4",
         help="nf4, int8 or int4, with options: int8:g128:asym, nf4:double (default nf4)",
     )
     parser.add_argument(
@@ -54,6 +53,25 @@ def add_format_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FORMAT",
         help="another format for some modules, or keep",
     )
+
+
+def add_calibration_options(parser: argparse.ArgumentParser) -> None:
+    """What scales are searched by, and which formats a plan may take."""
+    group = parser.add_argument_group("calibrated scales, and formats planned with them (the model is loaded and run)")
+    group.add_argument(
+        "--calibrate", metavar="FILE", help="search scales for what the layers read: a text, .jsonl, or saved file"
+    )
+    group.add_argument("--samples", type=positive, default=32, metavar="N", help="pieces of 512 tokens (default 32)")
+    group.add_argument("--save-calibration", metavar="FILE", help="keep the statistics, for the next --calibrate")
+    limit = group.add_mutually_exclusive_group()
+    limit.add_argument("--target-bpw", type=float, metavar="BITS", help="plan formats: bits a weight at most")
+    limit.add_argument("--target-size", metavar="SIZE", help="plan formats: size of all weights at most, 1.2GB")
+    limit.add_argument(
+        "--max-perplexity-increase", metavar="SHARE", help="plan formats: the smallest that measures at most, 2%%"
+    )
+    limit.add_argument("--plan", metavar="FILE", help="do this plan, as saved or edited")
+    group.add_argument("--save-plan", metavar="FILE", help="keep the plan as JSON, to be edited")
+    group.add_argument("--dry-run", action="store_true", help="stop when the plan is printed")
 
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:

@@ -20,8 +20,12 @@ from qkv.quantizers.embedding import QuantizedEmbedding
 from qkv.quantizers.experts import DOWN_NAME, QuantizedExperts
 from qkv.quantizers.format import Format
 
+WINDOW = 512
+"""Tokens of a piece of text."""
 CHARACTERS_A_TOKEN = 8
 """More than a token has in any language on average, so that a piece of text fills its window."""
+COST_TOKENS = 64
+"""Worked on at once where gradients are as wide as the vocabulary."""
 PRIOR_TOKENS = 8
 """As many tokens of the average expert are added to each expert's own, of which rare ones see few."""
 
@@ -32,7 +36,7 @@ def calibrate(
     texts: str | Sequence[str],
     *,
     samples: int = 32,
-    window: int = 512,
+    window: int = WINDOW,
     gradients: bool = False,
 ) -> Calibration:
     """Collect the mean squares of every linear layer's inputs, for :func:`qkv.quantize_` to choose scales by.
@@ -43,31 +47,29 @@ def calibrate(
         texts: one text, or several; pieces evenly spread over them are read.
         samples: pieces of text.
         window: tokens of a piece, at most.
-        gradients: collect the mean squares of the loss's gradients at the outputs, too: what planning weighs
-            layers by. Takes a backward pass and the memory of one window's activations.
+        gradients: collect what errors cost in loss, too, which planning weighs layers by (``columns`` and
+            ``outputs``). Takes a backward pass and the memory of one window's activations.
 
     Raises:
         QkvError: no linear layer with float weights, too little text, or inputs that are not finite.
     """
     targets, _ = select(model, Settings(Format("int8"), embeddings=Format("int8")))
-    targets = [target for target in targets if not issubclass(target.new_class, QuantizedEmbedding)]
+    tables = [target for target in targets if issubclass(target.new_class, QuantizedEmbedding)]
+    targets = [target for target in targets if target not in tables]
     if not targets:
         raise QkvError(f"{type(model).__name__} has no linear layer with float weights to calibrate")
     windows = list(token_windows(tokenizer, texts, samples, window))
     collector = _Collector(gradients)
-    training = model.training
-    model.eval()
-    with collector.attached(model, targets), Progress("calibrating", len(windows)) as progress:
+    with collector.attached(model, targets, tables), Progress("calibrating", len(windows)) as progress:
         for ids in windows:
             collector.read(model, ids.to(model.device))
             progress.advance()
-    model.train(training)
     return Calibration(
         _for_tied(model, collector.importance()),
         {f"{t.name}.{n}": first_values(p) for t in targets for n, p in _matrices(t)},
         sum(len(ids) for ids in windows),
         hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in windows)).hexdigest(),
-        _for_tied(model, collector.output_gradients()),
+        *collector.costs(),
     )
 
 
@@ -98,15 +100,19 @@ class _Collector:
     def __init__(self, gradients: bool) -> None:
         self._gradients = gradients
         self._inputs: dict[str, Tensor] = {}
+        self._columns: dict[str, Tensor] = {}
         self._outputs: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}
         self._num_tokens = 0
         self._latest: tuple[Tensor, Tensor] | None = None
 
     @contextmanager
-    def attached(self, model: Any, targets: Iterable[Target]) -> Iterator[None]:
-        """Listen to the targets; the model's parameters ask for no gradients meanwhile."""
+    def attached(self, model: Any, targets: Iterable[Target], tables: Iterable[Target]) -> Iterator[None]:
+        """Listen to the targets; the model is in evaluation mode, and its parameters ask for no gradients."""
         with ExitStack() as undo:
+            for module in model.modules():
+                undo.callback(setattr, module, "training", module.training)
+            model.eval()
             for target in targets:
                 listen = self._experts if issubclass(target.new_class, QuantizedExperts) else self._linear
                 hook = _hook(listen, target)
@@ -115,8 +121,11 @@ class _Collector:
                 for parameter in model.parameters():
                     undo.callback(parameter.requires_grad_, parameter.requires_grad)
                     parameter.requires_grad_(False)
-                table = model.get_input_embeddings()
-                undo.callback(table.register_forward_hook(_ask_for_gradient).remove)
+                undo.callback(model.get_input_embeddings().register_forward_hook(_ask_for_gradient).remove)
+                for target in tables:
+                    undo.callback(
+                        target.module.register_forward_hook(_hook(self._table, target), with_kwargs=True).remove
+                    )
             yield
 
     def read(self, model: Any, ids: Tensor) -> None:
@@ -147,9 +156,11 @@ class _Collector:
             result[name] = mean.to(torch.float32).cpu()
         return result
 
-    def output_gradients(self) -> dict[str, Tensor]:
-        """Means over the tokens."""
-        return {name: (total / self._num_tokens).to(torch.float32).cpu() for name, total in self._outputs.items()}
+    def costs(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """``columns`` as means over the tokens, ``outputs`` as shares."""
+        columns = {name: (total / self._num_tokens).float().cpu() for name, total in self._columns.items()}
+        outputs = {n: (total / total.sum().clamp(min=1e-300)).float().cpu() for n, total in self._outputs.items()}
+        return columns, outputs
 
     def _linear(self, target: Target, inputs: Sequence[Any], output: Tensor) -> None:
         x, name = inputs[0], f"{target.name}.weight"
@@ -157,7 +168,8 @@ class _Collector:
             self._latest = (x, _squares(x))
         self._add(name, self._latest[1], torch.tensor(x.numel() // x.shape[-1]))
         if self._gradients and output.requires_grad:
-            output.register_hook(lambda gradient: self._add_gradient(name, gradient))  # type: ignore[no-untyped-call]
+            kept = x.detach()
+            output.register_hook(lambda gradient: self._add_cost(name, kept, gradient))  # type: ignore[no-untyped-call]
 
     def _experts(self, target: Target, inputs: Sequence[Any], output: Tensor) -> None:
         module: Any = target.module
@@ -172,13 +184,36 @@ class _Collector:
             sums[DOWN_NAME].append(_squares(module._apply_gate(up) if module.has_gate else module.act_fn(up)))
         for name, each in sums.items():
             self._add(f"{target.name}.{name}", torch.stack(each), counts)
+        if self._gradients and output.requires_grad:
+            names, kept = [f"{target.name}.{name}" for name in sums], output.detach()
+            output.register_hook(lambda gradient: self._add_energy(names, kept, gradient))  # type: ignore[no-untyped-call]
+
+    def _table(self, target: Target, inputs: Sequence[Any], output: Tensor) -> None:
+        def add(gradient: Tensor) -> None:
+            name = f"{target.name}.weight"
+            self._columns[name] = self._columns.get(name, 0) + _squares(gradient)
+
+        if output.requires_grad:
+            output.register_hook(add)  # type: ignore[no-untyped-call]
 
     def _add(self, name: str, total: Tensor, count: Tensor) -> None:
         self._inputs[name] = self._inputs.get(name, 0) + total
         self._counts[name] = self._counts.get(name, 0) + count.to(total.device)
 
-    def _add_gradient(self, name: str, gradient: Tensor) -> None:
-        self._outputs[name] = self._outputs.get(name, 0) + _squares(gradient)
+    def _add_cost(self, name: str, x: Tensor, gradient: Tensor) -> None:
+        x, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
+        for start in range(0, len(x), COST_TOKENS):
+            inputs, gradients = x[start : start + COST_TOKENS], gradient[start : start + COST_TOKENS]
+            squares = gradients.to(torch.float32).square()
+            columns = squares.sum(-1) @ inputs.to(torch.float32).square()
+            self._columns[name] = self._columns.get(name, 0) + columns.to(torch.float64)
+            self._outputs[name] = self._outputs.get(name, 0) + squares.sum(0).to(torch.float64)
+
+    def _add_energy(self, names: Iterable[str], output: Tensor, gradient: Tensor) -> None:
+        both = (each.to(torch.float32).flatten(0, -2).square().sum(-1) for each in (output, gradient))
+        energy = torch.linalg.vecdot(*both).to(torch.float64) / output.shape[-1]
+        for name in names:
+            self._columns[name] = self._columns.get(name, 0) + energy
 
 
 def _hook(listen: Any, target: Target) -> Any:

@@ -18,7 +18,7 @@ from qkv.errors import CheckpointError, QkvError, shown
 VERSION: Final = "1"
 NUM_FIRST: Final = 16
 """Values of each weight that a calibration remembers, to know its model by."""
-FIRST, GRADIENT = "#first", "#gradient"
+FIRST, COLUMNS, OUTPUTS = "#first", "#columns", "#outputs"
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +30,18 @@ class Calibration:
         first_values: the first values of each two-dimensional weight, bfloat16: the model's fingerprint.
         num_tokens: read for it.
         text: SHA-256 of the token ids that were read.
-        gradients: mean squares of the loss's gradient at each output, float32 ``[out]``; empty unless asked for.
+        columns: what errors of a column cost, for planning: mean squares of its inputs, each token weighed by the
+            square of the loss's gradient at the layer's outputs, float32 ``[in]``; of a table ``[dim]``; of a stack
+            of experts a single number, that cost of all they compute. Empty unless asked for.
+        outputs: each output's share of those gradients, float32 ``[out]``; none for tables and experts.
     """
 
     importance: Mapping[str, Tensor]
     first_values: Mapping[str, Tensor]
     num_tokens: int
     text: str
-    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def check_weight(self, name: str, weight: Tensor) -> None:
         """Raise unless the first row of parameter ``name`` ``[out, in]`` (``weight`` holds it) is that calibrated.
@@ -70,12 +74,15 @@ class Calibration:
         """Write one safetensors file; weights with the same inputs share a tensor."""
         tensors: dict[str, Tensor] = {}
         same_as: dict[str, str] = {}
+        seen: dict[bytes, str] = {}
         for name, tensor in self.importance.items():
-            twin = next((other for other in tensors if torch.equal(tensors[other], tensor)), None)
-            same_as |= {name: twin} if twin else {}
-            tensors |= {} if twin else {name: tensor.contiguous().clone()}
-        tensors |= {name + FIRST: tensor.clone() for name, tensor in self.first_values.items()}
-        tensors |= {name + GRADIENT: tensor.contiguous().clone() for name, tensor in self.gradients.items()}
+            twin = seen.setdefault(tensor.numpy().tobytes(), name)
+            if twin != name and tensors[twin].shape == tensor.shape:
+                same_as[name] = twin
+            else:
+                tensors[name] = tensor.contiguous().clone()
+        for suffix, found in ((FIRST, self.first_values), (COLUMNS, self.columns), (OUTPUTS, self.outputs)):
+            tensors |= {name + suffix: tensor.contiguous().clone() for name, tensor in found.items()}
         header = {"num_tokens": self.num_tokens, "text": self.text, "same_as": same_as}
         partial = Path(f"{path}.partial")
         try:
@@ -92,11 +99,13 @@ class Calibration:
             CheckpointError: no such file, or not such a file.
         """
         header, tensors = _read(Path(path))
-        first = {n.removesuffix(FIRST): t for n, t in tensors.items() if n.endswith(FIRST)}
-        gradients = {n.removesuffix(GRADIENT): t for n, t in tensors.items() if n.endswith(GRADIENT)}
-        importance = {n: t for n, t in tensors.items() if not n.endswith((FIRST, GRADIENT))}
+        first, columns, outputs = (
+            {name.removesuffix(suffix): tensor for name, tensor in tensors.items() if name.endswith(suffix)}
+            for suffix in (FIRST, COLUMNS, OUTPUTS)
+        )
+        importance = {name: tensor for name, tensor in tensors.items() if "#" not in name}
         importance |= {name: importance[twin] for name, twin in header["same_as"].items()}
-        return cls(importance, first, header["num_tokens"], header["text"], gradients)
+        return cls(importance, first, header["num_tokens"], header["text"], columns, outputs)
 
 
 def first_values(weight: Tensor) -> Tensor:

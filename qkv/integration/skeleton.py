@@ -54,6 +54,8 @@ class Chooser:
         self._targets: dict[str, Target] = {}
         self._reasons: dict[str, str] = {}
         self._covered: set[int] = set()
+        self._users: dict[int, list[str]] = {}
+        self._renamed: dict[str, Format] = {}
         try:
             model = build_skeleton(directory)
             self._rename = checkpoint_renamer(model)
@@ -64,6 +66,9 @@ class Chooser:
         targets, kept = select(model, settings)
         self._targets = {f"{target.name}.{name}": target for target in targets for name in target.formats}
         self._reasons = {row.name: row.reason for row in kept}
+        for target in targets:
+            for name in target.formats:
+                self._users.setdefault(id(target.module._parameters[name]), []).append(target.name)
 
     def choose(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Choice:
         """The choice for a tensor as it lies in the file."""
@@ -80,10 +85,18 @@ class Chooser:
             return Choice(None, "transformers takes it apart or together while loading")
         self._covered.add(id(target.module._parameters[found.rpartition(".")[2]]))
         columns = shape[-2] if target.transposed else shape[-1]
+        if found != name and target.format != self.settings.format:
+            self._renamed[_module_in_file(name)] = target.format
         return Choice(parameter_format(found, target.format, columns), transposed=target.transposed, parameter=found)
 
+    def sharers(self, parameter: str) -> tuple[str, ...]:
+        """Names of the modules whose weight the parameter is, in the model's order."""
+        weight = self._targets[parameter].module._parameters[parameter.rpartition(".")[2]]
+        return tuple(dict.fromkeys(self._users[id(weight)]))
+
     def final_settings(self) -> Settings:
-        """The settings to write: modules that no tensor of the files could be quantized for are skipped."""
+        """The settings to write: modules that no tensor of the files could be quantized for are skipped, and those
+        whose tensors have other names in the files are named as there, too."""
         uncovered = {
             target.name
             for target in self._targets.values()
@@ -93,7 +106,13 @@ class Chooser:
         tables = {t.name: t.format for t in self._targets.values() if _is_table(t, self.settings)}
         s = self.settings
         skip = (*s.skip, *sorted(uncovered))
-        return Settings(s.format, skip, s.embeddings, {**s.overrides, **tables})
+        return Settings(s.format, skip, s.embeddings, {**s.overrides, **tables, **self._renamed})
+
+
+def _module_in_file(name: str) -> str:
+    """The module of a tensor by its name in a file; of an expert's, all the experts of the layer."""
+    parts = name.split(".")
+    return ".".join(parts[: parts.index("experts") + 1] if "experts" in parts else parts[:-1])
 
 
 def build_skeleton(directory: Path) -> nn.Module:

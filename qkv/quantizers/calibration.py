@@ -69,16 +69,18 @@ def search_scales(rows: Tensor, ranges: Range, format: Format, importance: Tenso
     return Scales(torch.cat([part.scale for part in parts]), torch.cat(zeros) if zeros else None)
 
 
-def output_error(x: Tensor, weight: QuantizedTensor, importance: Tensor) -> Tensor:
+def output_error(x: Tensor, weight: QuantizedTensor | None, importance: Tensor) -> Tensor:
     """Mean squared error that quantizing ``x`` ``[..., out, in]`` brings to each output, float32 ``[..., out]``.
 
-    ``importance`` is ``[in]`` or ``[experts, in]``; inputs are taken as uncorrelated.
+    ``importance`` is ``[in]`` or ``[experts, in]``; inputs are taken as uncorrelated. ``weight`` is what ``x`` became;
+    None for the mean squares of the outputs themselves.
     """
-    rows, back = x.detach().reshape(prod(x.shape[:-1]), x.shape[-1]), weight.dequantize(torch.float32)
-    back, out = back.reshape(rows.shape), torch.empty(rows.shape[0], device=x.device)
+    rows = x.detach().reshape(prod(x.shape[:-1]), x.shape[-1])
+    back = None if weight is None else weight.dequantize(torch.float32).reshape(rows.shape)
+    out = torch.empty(rows.shape[0], device=x.device)
     for part in row_chunks(*rows.shape):
-        error = rows[part].to(torch.float32).sub(back[part]).square_()
-        out[part] = (error * _row_weights(importance, part, rows)).sum(-1)
+        error = rows[part].to(torch.float32) - (0 if back is None else back[part])
+        out[part] = (error.square_() * _row_weights(importance, part, rows)).sum(-1)
     return out.reshape(x.shape[:-1])
 
 

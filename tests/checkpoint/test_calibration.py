@@ -91,3 +91,11 @@ def test_lines_that_hold_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(QkvError, match="not a UTF-8 text"):
         read_texts(tmp_path / "t.txt", words)
+
+
+def test_a_model_that_cannot_be_run_cannot_be_calibrated(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "no_such", "architectures": ["NoSuch"]}))
+    with pytest.raises(QkvError, match="cannot build and run"):
+        quantize_checkpoint(source, tmp_path / "q", calibrate=made(tiny("llama_tied")))
+    assert not (tmp_path / "q").exists()

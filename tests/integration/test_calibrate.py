@@ -93,25 +93,42 @@ def test_the_model_is_left_as_it_was_and_the_result_is_the_same_each_time() -> N
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert_same_tensors(before, model.state_dict())
     assert_same_tensors(first.importance, second.importance)
-    assert first.text == second.text and not first.gradients
-    assert set(second.gradients) == set(second.importance)
+    assert first.text == second.text and not first.columns and not first.outputs
+    assert set(second.columns) == set(second.importance)
     assert torch.equal(first.importance["lm_head.weight"], first.importance["model.embed_tokens.weight"])
 
 
-def test_gradients_at_the_outputs_by_hand() -> None:
-    model = tiny("llama")
-    calibration, total = made(model, gradients=True), torch.zeros(32, dtype=torch.float64)
-    layer = model.model.layers[0].mlp.down_proj
+def test_costs_by_hand() -> None:
+    """Of columns: inputs squared, each token weighed by its gradients; of outputs: their share of the gradients."""
+    model = tiny("llama_tied")
+    calibration = made(model, gradients=True)
+    layer, table = model.model.layers[0].mlp.down_proj, model.model.embed_tokens
+    columns, outputs, lookups = (torch.zeros(size, dtype=torch.float64) for size in (64, 32, 32))
     for ids in token_windows(TOKENIZER, TEXT, 3, 16):
         kept: list[Tensor] = []
-        handle = layer.register_forward_hook(lambda m, i, o, kept=kept: (o.retain_grad(), kept.append(o))[0])
+
+        def keep(module: Any, inputs: Any, output: Tensor, kept: list[Tensor] = kept) -> None:
+            output.retain_grad()  # type: ignore[no-untyped-call]
+            kept.extend((inputs[0].detach(), output))
+
+        handles = [module.register_forward_hook(keep) for module in (table, layer)]
         loss = torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="sum")
         loss.backward()  # type: ignore[no-untyped-call]
-        handle.remove()
-        assert kept[0].grad is not None
-        total += kept[0].grad.double().square().flatten(0, -2).sum(0)
-    found = calibration.gradients["model.layers.0.mlp.down_proj.weight"].double()
-    assert torch.allclose(found, total / 48, rtol=1e-4)
+        for handle in handles:
+            handle.remove()
+        _, looked_up, x, y = kept
+        assert looked_up.grad is not None and y.grad is not None
+        squares = y.grad[0].double().square()
+        columns += squares.sum(-1) @ x[0].double().square()
+        outputs += squares.sum(0)
+        lookups += looked_up.grad[0].double().square().sum(0)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.allclose(calibration.columns[name].double(), columns / 48, rtol=1e-4)
+    assert torch.allclose(calibration.outputs[name].double(), outputs / outputs.sum(), rtol=1e-4)
+    assert torch.allclose(calibration.columns["model.embed_tokens.weight"].double(), lookups / 48, rtol=1e-4)
+    assert (
+        calibration.outputs["lm_head.weight"].shape == (64,) and "model.embed_tokens.weight" not in calibration.outputs
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2", "qwen3_moe", "gpt_oss"])
@@ -138,7 +155,8 @@ def test_a_file_and_back(tmp_path: Path) -> None:
     again = Calibration.load(tmp_path / "c.safetensors")
     assert_same_tensors(calibration.importance, again.importance)
     assert_same_tensors(calibration.first_values, again.first_values)
-    assert_same_tensors(calibration.gradients, again.gradients)
+    assert_same_tensors(calibration.columns, again.columns)
+    assert_same_tensors(calibration.outputs, again.outputs)
     assert (calibration.num_tokens, calibration.text) == (again.num_tokens, again.text)
     assert [path.name for path in tmp_path.iterdir()] == ["c.safetensors"]
     from safetensors import safe_open
