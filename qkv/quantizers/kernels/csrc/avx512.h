@@ -28,14 +28,4 @@ INLINE __m512i qkv_halved_levels(const struct qkv_weight *w)
     return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(four_bit_levels(w)));
 }
 
-/* fp32 to bf16 in integers: unlike the instruction it keeps subnormals, as torch does. */
-INLINE __m256i qkv_round_bf16(__m512 value)
-{
-    __m512i bits = _mm512_castps_si512(value);
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-    __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0)));
-}
-
 #endif

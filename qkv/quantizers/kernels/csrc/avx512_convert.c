@@ -8,9 +8,19 @@
 
 /* ---- dequantizing ---- */
 
+/* fp32 to bf16 in integers: unlike the instruction it keeps subnormals, as torch does. */
+INLINE __m256i to_bf16(__m512 value)
+{
+    __m512i bits = _mm512_castps_si512(value);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0)));
+}
+
 INLINE __m256i to_half(__m512 value, const int dtype)
 {
-    if (dtype == QKV_BF16) return qkv_round_bf16(value);
+    if (dtype == QKV_BF16) return to_bf16(value);
     value = _mm512_min_ps(_mm512_max_ps(value, _mm512_set1_ps(-65504.0f)), _mm512_set1_ps(65504.0f));
     return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }

@@ -124,11 +124,7 @@ INLINE void few(const struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t end
     {                                                                                                           \
         few(job, begin, end, M, bits, zero);                                                                    \
     }
-#define FROM_FIVE(bits, zero)                                                                                   \
-    FEW(bits, zero, 5)                                                                                          \
-    FEW(bits, zero, 6)                                                                                          \
-    FEW(bits, zero, 7)                                                                                          \
-    FEW(bits, zero, 8)                                                                                          \
+#define FROM_NINE(bits, zero)                                                                                   \
     FEW(bits, zero, 9)                                                                                          \
     FEW(bits, zero, 10)                                                                                         \
     FEW(bits, zero, 11)                                                                                         \
@@ -137,20 +133,24 @@ INLINE void few(const struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t end
     FEW(bits, zero, 2)                                                                                          \
     FEW(bits, zero, 3)                                                                                          \
     FEW(bits, zero, 4)                                                                                          \
-    FROM_FIVE(bits, zero)
-#define NAMES(name) name##5, name##6, name##7, name##8, name##9, name##10, name##11, name##12
-FROM_FIVE(4, 0)
-FROM_FIVE(4, 1)
+    FEW(bits, zero, 5)                                                                                          \
+    FEW(bits, zero, 6)                                                                                          \
+    FEW(bits, zero, 7)                                                                                          \
+    FEW(bits, zero, 8)                                                                                          \
+    FROM_NINE(bits, zero)
+#define NINE(name) name##9, name##10, name##11, name##12
+#define TWO(name) name##2, name##3, name##4, name##5, name##6, name##7, name##8, NINE(name)
+FROM_NINE(4, 0)
+FROM_NINE(4, 1)
 FROM_TWO(8, 0)
 FROM_TWO(8, 1)
 
 qkv_body qkv_avx512_few(const struct qkv_linear_job *job)
 {
-    static const qkv_body four[2][8] = {{NAMES(few_40_)}, {NAMES(few_41_)}};
-    static const qkv_body eight[2][11] = {{few_80_2, few_80_3, few_80_4, NAMES(few_80_)},
-                                          {few_81_2, few_81_3, few_81_4, NAMES(few_81_)}};
+    static const qkv_body four[2][4] = {{NINE(few_40_)}, {NINE(few_41_)}};
+    static const qkv_body eight[2][11] = {{TWO(few_80_)}, {TWO(few_81_)}};
     int zero = job->w.zero != NULL;
-    return bits_of(job) == 8 ? eight[zero][job->rows - 2] : four[zero][job->rows - 5];
+    return bits_of(job) == 8 ? eight[zero][job->rows - 2] : four[zero][job->rows - 9];
 }
 
 #endif

@@ -22,7 +22,7 @@ struct shape {
     int M;    /* rows of x */
     int R;    /* rows of the weight worked on together */
 };
-enum { STREAMED_ROWS = 4 }; /* of x: with more, codes of four bits are transposed, those of eight from two rows on */
+enum { STREAMED_ROWS = 8 }; /* of x: with more, codes of four bits are transposed, those of eight from two rows on */
 
 enum {
     EXACT,  /* fp32 products */
@@ -419,8 +419,13 @@ INLINE void stream(const struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t 
     KERNEL(4, path, zero, 2, 4)                                                                                 \
     KERNEL(4, path, zero, 3, 2)                                                                                 \
     KERNEL(4, path, zero, 4, 2)                                                                                 \
-    static const qkv_body kernels_4##path##zero[] = {kernel_4##path##zero##1, kernel_4##path##zero##2,          \
-                                                     kernel_4##path##zero##3, kernel_4##path##zero##4};
+    KERNEL(4, path, zero, 5, 2)                                                                                 \
+    KERNEL(4, path, zero, 6, 2)                                                                                 \
+    KERNEL(4, path, zero, 7, 2)                                                                                 \
+    KERNEL(4, path, zero, 8, 2)                                                                                 \
+    static const qkv_body kernels_4##path##zero[] = {                                                           \
+        kernel_4##path##zero##1, kernel_4##path##zero##2, kernel_4##path##zero##3, kernel_4##path##zero##4,     \
+        kernel_4##path##zero##5, kernel_4##path##zero##6, kernel_4##path##zero##7, kernel_4##path##zero##8};
 EXACT_KERNELS(4, 0)
 EXACT_KERNELS(4, 1)
 EXACT_KERNELS(8, 0)

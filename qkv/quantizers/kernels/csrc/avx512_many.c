@@ -5,10 +5,7 @@
 
 #include "avx512_strips.h"
 
-enum {
-    PANEL_ELEMENTS = 256, /* of a row of the weight, in one panel */
-    PANELS = 4            /* unpacked at a time, so that a tile of x serves them all while it is near */
-};
+enum { PANEL_ELEMENTS = 1024 }; /* of a row of the weight, in one panel */
 
 /* Block `c` of a strip, to every other vector of `to`; `offsets` [group][32]. */
 INLINE void unpack_block(const struct qkv_linear_job *job, const struct strip *strip, ptrdiff_t c, __m512i table,
@@ -94,29 +91,25 @@ static const tile_function tiles[] = {tile_1, tile_2, tile_3, tile_4,  tile_5,  
 
 /* ---- output features [begin, end) ---- */
 
-/* One panel's memory. */
+/* A panel's memory, and where its output features lie. */
 struct room {
+    void *all;
     struct strip strips[2];
     __m512i *panel;
     float *scale, *total;
     int32_t *offsets;
 };
 
-/* Splits memory among the panels; returns what to free. */
-static void *make_rooms(const struct qkv_linear_job *job, struct room *rooms)
+static void make_room(const struct qkv_linear_job *job, struct room *room)
 {
     size_t panel = PANEL_ELEMENTS * WIDE * 2, groups = (size_t)(job->w.groups * WIDE) * 4;
-    size_t total = (size_t)(job->rows * WIDE) * 4, each = panel + 2 * groups + total;
-    void *all = malloc(PANELS * each + 64);
-    if (!all) abort();
-    char *at = (char *)(((uintptr_t)all + 63) & ~(uintptr_t)63);
-    for (int p = 0; p < PANELS; ++p, at += each) {
-        rooms[p].panel = (__m512i *)at;
-        rooms[p].scale = (float *)(at + panel);
-        rooms[p].offsets = (int32_t *)(at + panel + groups);
-        rooms[p].total = (float *)(at + panel + 2 * groups);
-    }
-    return all;
+    room->all = malloc(panel + 2 * groups + (size_t)(job->rows * WIDE) * 4 + 64);
+    if (!room->all) abort();
+    char *at = (char *)(((uintptr_t)room->all + 63) & ~(uintptr_t)63);
+    room->panel = (__m512i *)at;
+    room->scale = (float *)(at + panel);
+    room->offsets = (int32_t *)(at + panel + groups);
+    room->total = (float *)(at + panel + 2 * groups);
 }
 
 INLINE void begin_panel(const struct qkv_linear_job *job, struct room *room, ptrdiff_t row, ptrdiff_t end,
@@ -130,25 +123,22 @@ INLINE void begin_panel(const struct qkv_linear_job *job, struct room *room, ptr
     memset(room->total, 0, (size_t)(job->rows * WIDE) * 4);
 }
 
-/* Blocks [c, stop) of up to PANELS panels. */
-INLINE void multiply_panels(const struct qkv_linear_job *job, struct room *rooms, int count, ptrdiff_t c, ptrdiff_t stop,
-                            __m512i table, const int bits, const int zero)
+/* Blocks [c, stop) of a panel. */
+INLINE void multiply_panel(const struct qkv_linear_job *job, const struct room *room, ptrdiff_t c, ptrdiff_t stop,
+                           __m512i table, const int bits, const int zero)
 {
     const struct qkv_weight *w = &job->w;
     const int length = block_length(bits), pairs = length / 2;
-    for (int p = 0; p < count; ++p)
-        for (ptrdiff_t i = c; i < stop; ++i)
-            for (int half = 0; half < 2; ++half)
-                unpack_block(job, rooms[p].strips + half, i, table, rooms[p].offsets + 16 * half,
-                             rooms[p].panel + (i - c) * length + half, bits, zero);
-    ptrdiff_t group = c * length / w->group, to = stop * length;
-    if (w->groups == 1) group = 0;
-    else if (to > w->groups * w->group) to = w->groups * w->group;
+    for (ptrdiff_t i = c; i < stop; ++i)
+        for (int half = 0; half < 2; ++half)
+            unpack_block(job, room->strips + half, i, table, room->offsets + 16 * half,
+                         room->panel + (i - c) * length + half, bits, zero);
+    ptrdiff_t group = w->groups == 1 ? 0 : c * length / w->group, to = stop * length;
+    if (w->groups > 1 && to > w->groups * w->group) to = w->groups * w->group;
     for (ptrdiff_t tile = 0; tile < job->tiles; ++tile) {
         ptrdiff_t start = tile_start(job, tile), M = tile_start(job, tile + 1) - start;
         const int32_t *x = (int32_t *)job->px + start * pairs * job->chunks + c * pairs * M;
-        for (int p = 0; p < count; ++p)
-            tiles[M - 1](job, x, rooms[p].panel, rooms[p].scale, rooms[p].total + start * WIDE, group, c * length, to);
+        tiles[M - 1](job, x, room->panel, room->scale, room->total + start * WIDE, group, c * length, to);
     }
 }
 
@@ -156,18 +146,15 @@ INLINE void panels(const struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t 
 {
     const __m512i table = table_of(&job->w, bits, zero);
     const ptrdiff_t blocks = PANEL_ELEMENTS / block_length(bits);
-    struct room rooms[PANELS];
-    void *all = make_rooms(job, rooms);
-    for (ptrdiff_t row = begin; row < end; row += PANELS * WIDE) {
-        ptrdiff_t left = (end - row + WIDE - 1) / WIDE;
-        int count = left < PANELS ? (int)left : PANELS;
-        for (int p = 0; p < count; ++p) begin_panel(job, rooms + p, row + p * WIDE, end, bits, zero);
+    struct room room;
+    make_room(job, &room);
+    for (ptrdiff_t row = begin; row < end; row += WIDE) {
+        begin_panel(job, &room, row, end, bits, zero);
         for (ptrdiff_t c = 0; c < job->chunks; c += blocks)
-            multiply_panels(job, rooms, count, c, c + blocks < job->chunks ? c + blocks : job->chunks, table, bits, zero);
-        for (ptrdiff_t at = row, p = 0; p < count; ++p, at += WIDE)
-            finish(job, rooms[p].total, at, end - at < WIDE ? end - at : WIDE);
+            multiply_panel(job, &room, c, c + blocks < job->chunks ? c + blocks : job->chunks, table, bits, zero);
+        finish(job, room.total, row, end - row < WIDE ? end - row : WIDE);
     }
-    free(all);
+    free(room.all);
 }
 
 #define PANEL_KERNEL(bits, zero)                                                                                      \

@@ -17,7 +17,7 @@ enum {
     TILE_ROWS = 12 /* rows of x whose sums fit the registers beside the codes */
 };
 
-/* For five to twelve rows of x (8-bit codes: two to twelve), and for more. */
+/* For nine to twelve rows of x (8-bit codes: two to twelve), and for more. */
 qkv_body qkv_avx512_few(const struct qkv_linear_job *job);
 qkv_body qkv_avx512_many(const struct qkv_linear_job *job);
 
@@ -175,7 +175,8 @@ TARGET static __attribute__((unused)) void finish(const struct qkv_linear_job *j
         for (ptrdiff_t r = 0; r < held; r += 16) {
             __mmask16 mask = held - r >= 16 ? 0xffff : (__mmask16)((1u << (held - r)) - 1);
             __m512 value = _mm512_add_ps(_mm512_load_ps(total + r), _mm512_load_ps(bias + r));
-            _mm256_mask_storeu_epi16((uint16_t *)job->y + m * job->w.out + row + r, mask, qkv_round_bf16(value));
+            _mm256_mask_storeu_epi16((uint16_t *)job->y + m * job->w.out + row + r, mask,
+                                     (__m256i)_mm512_cvtneps_pbh(value));
         }
 }
 

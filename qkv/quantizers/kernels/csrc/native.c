@@ -62,7 +62,7 @@ static ptrdiff_t helping(ptrdiff_t count, ptrdiff_t unit, int threads)
     return (step + unit - 1) / unit * unit;
 }
 
-/* Below this many multiplications a second thread costs more than it brings. */
+/* Below this many conversions a second thread costs more than it brings. */
 static int useful_threads(int threads, ptrdiff_t work) { return work < 65536 ? 1 : threads; }
 
 /* ---- dispatch ---- */
@@ -121,7 +121,8 @@ QKV_EXPORT int qkv_linear(const struct qkv_weight *w, const void *x, const void 
         job.x = (const char *)x + start * w->in * size;
         job.y = (char *)y + start * w->out * size;
         job.rows = rows - start < most ? rows - start : most;
-        job.threads = useful_threads(mode >> 5, w->out * w->in * (job.rows + 3) / 4);
+        /* a multiplication here costs an eighth of a conversion */
+        job.threads = useful_threads(mode >> 5, w->out * w->in * (job.rows + 3) / 32);
         qkv_body body = ops->linear(&job);
         if (!body) return 1;
         qkv_for(w->out, helping(w->out, job.unit, job.threads), job.threads, body, &job);
