@@ -24,6 +24,7 @@ from qkv.checkpoint.plan import parse_part
 from qkv.checkpoint.quantize import quantize_checkpoint
 from qkv.checkpoint.source import Source
 from qkv.errors import CheckpointError, QkvError
+from qkv.progress import Progress
 from tests.helpers import tensors_in
 
 Checkpoint = Callable[..., Path]
@@ -35,10 +36,14 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_workers_write_the_same_bytes(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_workers_write_the_same_bytes(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = checkpoint("llama")
-    quantize_checkpoint(source, tmp_path / "one", **SMALL)
-    quantize_checkpoint(source, tmp_path / "two", **SMALL, workers=2)
+    advanced: list[int] = []
+    monkeypatch.setattr(Progress, "advance", lambda self, item="", amount=1: advanced.append(amount))
+    for folder, workers in (("one", 1), ("two", 2)):
+        quantize_checkpoint(source, tmp_path / folder, **SMALL, workers=workers)
+        assert sum(advanced) == Source.open(source).nbytes  # the bar is full
+        advanced.clear()
     assert tree(tmp_path / "one") == tree(tmp_path / "two") and len(list((tmp_path / "two").glob("model-*"))) > 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"] and not active_children()
 
