@@ -30,7 +30,7 @@ PROMPTS = (
 
 TOLERANCE = 0.5
 """Of a logit. bfloat16 resolves 0.125 at the size of the largest logits here (16 to 32), and what is summed up
-through the layers moves them by a few such steps; largest margin seen in all runs of these tests: see below."""
+through the layers moves them by a few such steps."""
 
 
 @cache
