@@ -70,7 +70,7 @@ class KvPlan:
     def nbytes(self, tokens: int, batch: int) -> int:
         """Bytes held once ``tokens`` tokens of each of ``batch`` sequences are committed; exact.
 
-        At most that for :class:`qkv.Importance` and for a window's summary.
+        The most it holds for :class:`qkv.Importance`; a window's summary is not counted, which ``str`` says.
         """
         return sum(self._row_nbytes(tokens, batch).values())
 
@@ -145,7 +145,8 @@ class KvPlan:
         parts = [f"keys {self.settings.get('keys', 'exact')}, values {self.settings.get('values', 'exact')}"]
         parts += [f"exact ones {str(self.dtype).removeprefix('torch.')}"]
         retain = self.settings.get("retain")
-        return ", ".join(parts + ([f"kept by {retain}"] if retain else []))
+        parts += [f"kept by {retain}"] if retain else []
+        return ", ".join(parts + (["its summary not counted"] if getattr(retain, "summary", 0) else []))
 
 
 def _kind(layer: CachedLayer) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from qkv.cache.retention import Window
 from qkv.memory.footprint import footprint
 from tests.helpers import FAMILIES, prompt, tiny
 
@@ -100,3 +101,5 @@ def test_the_figure_is_part_of_the_total_and_says_what_it_is() -> None:
     assert full.total_nbytes == plain.total_nbytes + full.kv_nbytes
     assert "2 x 100 tokens" in str(full) and "bfloat16" in str(full)
     assert footprint(torch.nn.Linear(2, 2), context=10).kv_nbytes is None
+    summary = footprint(model, context=100, keys="int8", values="int8", retain=Window(20, sinks=2, summary=8))
+    assert "not counted" in summary.kv_note
