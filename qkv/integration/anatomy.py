@@ -123,11 +123,13 @@ def _ask(config_json: str, dtype: torch.dtype) -> Anatomy | str:
 
 def _run_once(config: dict[str, Any], dtype: torch.dtype) -> tuple[Any, list[Any]]:
     """The text decoder on the meta device, and the layers of its cache after a few tokens."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        whole: Any = AutoConfig.for_model(**config)
+        name = str(config["model_type"])
+        kind = CONFIG_MAPPING[name] if name in CONFIG_MAPPING else None
+        whole: Any = AutoConfig.for_model(**{key: value for key, value in config.items() if not _is_told(kind, key)})
         if whole.is_encoder_decoder:
             raise UnknownCacheError("encoder and decoder: what it keeps depends on the encoder's input too")
         decoder = whole.get_text_config(decoder=True)
@@ -142,6 +144,12 @@ def _run_once(config: dict[str, Any], dtype: torch.dtype) -> tuple[Any, list[Any
         ids = torch.zeros((BATCH, TOKENS), dtype=torch.long, device="meta")
         model(ids, use_cache=True, **{cache_argument(model): cache})
     return model, list(cache.layers)
+
+
+def _is_told(kind: Any, key: str) -> bool:
+    """Whether a config's class works this entry out itself and takes no other value for it."""
+    found = getattr(kind, key, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def _cached(layer: Any) -> CachedLayer:

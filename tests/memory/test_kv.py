@@ -34,7 +34,7 @@ def kv(folder: Path, config: dict[str, Any], context: int = 1000, batch: int = 1
         (QWEN3, 147_456),  # LMCache#688: head_dim is not hidden / heads
         ({**LLAMA, "num_key_value_heads": 8}, 131_072),  # vllm-fit#14: 8 times over, GQA ignored
         (LLAMA, 524_288),  # no kv heads named: all
-        ({**LLAMA, "model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71}, 8192),  # multi-query
+        ({**LLAMA, "model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71, "head_dim": 64}, 8192),
         ({"model_type": "llava", "text_config": QWEN3}, 147_456),
         ({"model_type": "gpt_bigcode", "n_layer": 40, "n_embd": 6144, "n_head": 48}, 2 * 40 * 128 * 2),  # multi-query
         (DEEPSEEK_V3, 70_272),  # the latent and one rotary key
