@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qkv.checkpoint.foreign import foreign_weights
 from qkv.checkpoint.job import Job, PieceOf, Target
+from qkv.checkpoint.layouts.base import Stored
 from qkv.checkpoint.output import write_model
-from qkv.checkpoint.read import Stored, stored_weights
+from qkv.checkpoint.read import stored_weights
 from qkv.checkpoint.source import Source
 from qkv.checkpoint.writer import TensorSpec
 from qkv.dtypes import dtype_named
 from qkv.errors import CheckpointError
-from qkv.quantizers.tensor import QuantizedTensor
 
 
 def dequantize_checkpoint(
@@ -31,6 +32,8 @@ def dequantize_checkpoint(
 ) -> None:
     """Turn a directory that :func:`qkv.quantize_checkpoint` or ``save_pretrained`` wrote into floats.
 
+    So are those that transformers wrote with bitsandbytes (NF4, INT8), and ``pack-quantized`` compressed-tensors.
+
     Tensors get the names, shapes and dtypes that they had before; the values are those the codes stand for.
 
     Args:
@@ -43,14 +46,14 @@ def dequantize_checkpoint(
         workers, shard: as for :func:`qkv.quantize_checkpoint`.
 
     Raises:
-        CheckpointError: a source that is not quantized by this library, or damaged.
+        CheckpointError: a source that is not quantized, or in a way that cannot be read here, or damaged.
     """
     target = dtype_named(dtype) if dtype else None
     with Source.open(src) as source:
-        weights = stored_weights(source)
+        weights = foreign_weights(source, stored_weights(source))
         if not any(stored.format for stored in weights):
             raise CheckpointError(f"{source.path} is not quantized; there is nothing to undo")
-        pieces = {stored.name: _piece(stored, target) for stored in weights}
+        pieces = {next(iter(stored.entries)): _piece(stored, target) for stored in weights}
         config = {k: v for k, v in source.config.items() if k != "quantization_config"}
         job = Job(source, pieces, config, {"dtype": target and str(target)}, "dequantizing")
         write_model(job, Target(dst, max_shard_size, overwrite, restart, workers, shard))
@@ -58,11 +61,9 @@ def dequantize_checkpoint(
 
 def read_weight(stored: Stored, source: Source, dtype: torch.dtype | None = None) -> Tensor:
     """The float tensor that ``stored`` stands for, as the model names it."""
-    if stored.format is None:
+    if stored.layout is None:
         return source.read(stored.name)
-    state = {name: source.read(name) for name in stored.entries}
-    weight = QuantizedTensor.from_state(state, stored.format, stored.shape, stored.dtype, stored.name)
-    value = weight.dequantize(dtype or stored.dtype)
+    value = stored.layout.decode(stored, source).dequantize(dtype or stored.dtype)
     return value.mT.contiguous() if stored.transposed else value
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from qkv.checkpoint.foreign import load_foreign
+from qkv.checkpoint.layouts import LAYOUTS
+from qkv.checkpoint.read import layout_of, stored_weights
 from qkv.checkpoint.source import Source
 from qkv.dtypes import dtype_named
 from qkv.errors import QkvError
@@ -14,9 +17,10 @@ from qkv.integration.compat import no_bars_in_pipes
 
 
 def load(path: str | Path, *, dtype: str | torch.dtype = "auto", **options: Any) -> Any:
-    """Load a directory, quantized by this library or float, as a transformers model in evaluation mode.
+    """Load a directory, quantized or float, as a transformers model in evaluation mode.
 
-    Quantized weights stay packed. The files are checked first, so that damage is told in one line.
+    Quantized weights stay packed: our own, those of bitsandbytes (NF4, INT8) and of compressed-tensors
+    (``pack-quantized``). The files are checked first, so that damage is told in one line.
 
     Args:
         path: a model directory, or the id of a model on a hub.
@@ -24,7 +28,7 @@ def load(path: str | Path, *, dtype: str | torch.dtype = "auto", **options: Any)
         **options: for ``AutoModelForCausalLM.from_pretrained``, ``device_map`` for example.
 
     Raises:
-        CheckpointError: a directory that is damaged or unsafe.
+        CheckpointError: a directory that is damaged, unsafe, or quantized in a way that cannot be read here.
         QkvError: neither a directory nor a model that a hub has.
     """
     from transformers import AutoModelForCausalLM
@@ -34,7 +38,11 @@ def load(path: str | Path, *, dtype: str | torch.dtype = "auto", **options: Any)
     if isinstance(dtype, str) and dtype != "auto":
         dtype = dtype_named(dtype)
     if Path(path).exists():
-        Source.open(path).require_config()
+        source = Source.open(path)
+        source.require_config()
+        if layout_of(source) not in (None, LAYOUTS["qkv"]):
+            with no_bars_in_pipes():
+                return load_foreign(source, stored_weights(source), dtype, options).eval()
     try:
         with no_bars_in_pipes():
             model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, **options)

@@ -13,13 +13,15 @@ from torch import Tensor
 from qkv.checkpoint.by_rows import has_rows_apart, quantized_rows
 from qkv.checkpoint.calibration import Importances, importance_tensor
 from qkv.checkpoint.job import Job, PieceOf, Target
+from qkv.checkpoint.layouts import LAYOUTS, layout_named
+from qkv.checkpoint.layouts.base import Layout, Plan, Weight, specs_item
 from qkv.checkpoint.output import write_model
 from qkv.checkpoint.source import Source
 from qkv.checkpoint.writer import TensorSpec
 from qkv.errors import CheckpointError, QkvError
 from qkv.integration.calibration import Calibration
 from qkv.integration.report import uncalibrated_lines
-from qkv.integration.settings import FORMAT_VERSION, Settings
+from qkv.integration.settings import Settings
 from qkv.integration.skeleton import Choice, Chooser
 from qkv.memory.items import Footprint, Item, Note
 from qkv.quantizers.format import Format
@@ -28,6 +30,7 @@ from qkv.quantizers.quantize import quantize_tensor
 from qkv.quantizers.tensor import QuantizedTensor
 from qkv.units import format_bytes
 
+READABLE = tuple(layout.method for layout in LAYOUTS.values())
 PACKED_ENDINGS = (".qweight", ".weight_packed", ".SCB", ".absmax", ".weight_scale_inv", ".weight_scale")
 
 
@@ -72,6 +75,7 @@ def quantize_checkpoint(
     skip: str | list[str] | tuple[str, ...] | None = None,
     embeddings: str | Format | None = None,
     overrides: Mapping[str, str | Format] | None = None,
+    layout: str = "qkv",
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
     calibrate: Calibration | str | Path | None = None,
@@ -90,6 +94,8 @@ def quantize_checkpoint(
         src: a directory with ``config.json`` and safetensors, one file or sharded; it is only read.
         dst: the directory to make.
         format, skip, embeddings, overrides: as for :func:`qkv.quantize_`.
+        layout: how the files hold them: ``"qkv"``; ``"bnb"`` (nf4, int8:row), which stock transformers loads with
+            bitsandbytes; ``"compressed-tensors"`` (int4, int8), which vLLM and SGLang load too.
         max_shard_size: largest file, ``"5GB"`` or a number of bytes.
         overwrite: replace ``dst`` if it is a model directory.
         calibrate: a text or JSON-lines file to search the scales by, a saved calibration (``.safetensors``), or a
@@ -103,22 +109,31 @@ def quantize_checkpoint(
     Raises:
         CheckpointError: a source that is damaged, unsafe, a pickle, or quantized already; a destination
             that exists, overlaps the source, or holds the unfinished work of other arguments; a full disk.
-        QkvError: settings that do not fit, or a tensor that cannot be quantized.
+        QkvError: settings that do not fit each other or the layout, or a tensor that cannot be quantized.
     """
     settings = Settings.parse(format, skip, embeddings, overrides)
+    target = layout_named(layout)
+    target.check(settings)
     with Source.open(src) as source:
         refuse_quantized(source)
         source.require_config()
         chooser = Chooser(source.directory, settings, source.entries)
-        choices = {n: chooser.choose(n, e.shape, e.dtype) for n, e in source.entries.items()}
-        if not any(choice.format for choice in choices.values()):
-            raise QkvError(f"{source.path} has no tensor that the settings let be quantized")
+        if chooser.note and layout != "qkv":
+            raise QkvError(f"the layout {layout} needs a model that transformers can build ({chooser.note})")
+        choices = {n: _choose(n, source, chooser, target) for n in source.entries}
+        weights = {n: _weight(n, source, choice) for n, choice in choices.items() if choice.format}
+        if not weights:
+            raise QkvError(_nothing_to_do(source, layout, choices))
+        kept = chooser.kept_modules(weight.module for weight in weights.values())
+        config = _config(source, target.config(Plan(source.config, chooser.final_settings(), weights, kept)))
+        specs = {n: tuple(target.specs(weight)) for n, weight in weights.items()}
         importances = Importances.find(source, choices, calibrate, samples)
-        pieces = {name: _piece(name, source, choice, importances) for name, choice in choices.items()}
-        config = _config(source, choices, chooser.final_settings())
-        job = Job(source, pieces, config, settings.to_dict() | importances.settings(), "quantizing")
+        makers = {n: _Quantized(weight, target, importances.by_name.get(n)) for n, weight in weights.items()}
+        pieces = {n: PieceOf(specs.get(n) or (_plain(n, source),), makers.get(n)) for n in choices}
+        asked = {**settings.to_dict(), **importances.settings(), "layout": layout}
+        job = Job(source, pieces, config, asked, "quantizing")
         left = write_model(job, Target(dst, max_shard_size, overwrite, restart, workers, shard))
-        footprint = Footprint.of([_item(n, source, c) for n, c in choices.items()], _notes(source, choices))
+        footprint = Footprint.of(_items(source, weights, target), _notes(source, choices))
         return CheckpointReport(
             footprint, source.nbytes, left, chooser.note, importances.missing, native.unavailable() or ""
         )
@@ -126,8 +141,9 @@ def quantize_checkpoint(
 
 def planned_items(source: Source, settings: Settings) -> list[Item]:
     """The weights as they would be stored, from the source's headers alone."""
-    chooser = Chooser(source.directory, settings, source.entries)
-    return [_item(name, source, chooser.choose(name, e.shape, e.dtype)) for name, e in source.entries.items()]
+    chooser, layout = Chooser(source.directory, settings, source.entries), LAYOUTS["qkv"]
+    choices = {name: _choose(name, source, chooser, layout) for name in source.entries}
+    return _items(source, {n: _weight(n, source, choice) for n, choice in choices.items() if choice.format}, layout)
 
 
 def refuse_quantized(source: Source) -> None:
@@ -143,7 +159,7 @@ def refuse_quantized(source: Source) -> None:
             method = found.get("quant_method", "an unnamed method") if isinstance(found, dict) else found
             raise CheckpointError(
                 f"{source.path} is quantized already ({method}); start from the float checkpoint"
-                + (", or from what `qkv dequantize` makes of this one" if method == "qkv" else "")
+                + (", or from what `qkv dequantize` makes of this one" if method in READABLE else "")
             )
     packed = next((name for name in source.entries if name.endswith(PACKED_ENDINGS)), None)
     if packed:
@@ -154,60 +170,73 @@ def refuse_quantized(source: Source) -> None:
 class _Quantized:
     """Makes the codes and scales of a tensor of the source; ``importance`` is float32 by columns, as bytes."""
 
-    name: str
-    format: Format
-    transposed: bool
+    weight: Weight
+    layout: Layout
     importance: bytes | None
 
     def __call__(self, source: Source) -> dict[str, Tensor] | Iterator[dict[str, Tensor]]:
-        if self._goes_by_rows(source.entries[self.name].shape):
-            return quantized_rows(self.name, source, self.format, self._quantize)
-        value = source.read(self.name)
-        return self._quantize(value.mT if self.transposed else value).state(self.name)
+        weight = self.weight
+        if self.layout.by_rows and self._has_rows_apart():
+            return quantized_rows(weight.name, source, weight.format, self._quantize)
+        value = source.read(weight.name)
+        value = value.mT if weight.transposed else value
+        return self.layout.encode(weight, value, self._importance(value))
 
-    def _goes_by_rows(self, shape: tuple[int, ...]) -> bool:
+    def _has_rows_apart(self) -> bool:
         """Not experts with an importance each, whose rows along dimension 0 need their own."""
+        shape = self.weight.shape
         each_its_own = self.importance is not None and len(shape) > 2
-        return has_rows_apart(self.format, shape) and not self.transposed and not each_its_own
+        return has_rows_apart(self.weight.format, shape) and not self.weight.transposed and not each_its_own
 
     def _quantize(self, value: Tensor) -> QuantizedTensor:
-        importance = None if self.importance is None else importance_tensor(self.importance, value.shape)
-        return quantize_tensor(value, self.format, importance=importance, name=self.name)
+        return quantize_tensor(
+            value, self.weight.format, importance=self._importance(value), name=self.weight.name
+        )
+
+    def _importance(self, value: Tensor) -> Tensor | None:
+        return None if self.importance is None else importance_tensor(self.importance, value.shape)
 
 
-def _piece(name: str, source: Source, choice: Choice, importances: Importances) -> PieceOf:
+def _choose(name: str, source: Source, chooser: Chooser, layout: Layout) -> Choice:
+    """What the settings ask for, unless the layout cannot hold it."""
     entry = source.entries[name]
-    if choice.format is None:
-        return PieceOf((TensorSpec(name, entry.dtype, entry.shape),), None)
-    layout = choice.format.layout(_quantized_shape(entry.shape, choice))
-    specs = tuple(TensorSpec(name + suffix, dtype, size) for suffix, (size, dtype) in layout.items())
-    return PieceOf(specs, _Quantized(name, choice.format, choice.transposed, importances.by_name.get(name)))
+    choice = chooser.choose(name, entry.shape, entry.dtype)
+    reason = layout.unfit(_weight(name, source, choice)) if choice.format else None
+    return Choice(None, reason) if reason else choice
 
 
-def _quantized_shape(shape: tuple[int, ...], choice: Choice) -> tuple[int, ...]:
-    return (*shape[:-2], shape[-1], shape[-2]) if choice.transposed else shape
-
-
-def _config(source: Source, choices: Mapping[str, Choice], settings: Settings) -> dict[str, Any]:
-    """config.json with what it takes to read the weights, and what they were."""
-    default = source.config.get("dtype") or source.config.get("torch_dtype")
-    dtypes = {
-        name: dtype
-        for name, choice in choices.items()
-        if choice.format and (dtype := str(source.entries[name].dtype).removeprefix("torch.")) != default
-    }
-    own: dict[str, Any] = {"quant_method": "qkv", "format_version": FORMAT_VERSION, **settings.to_dict()}
-    transposed = sorted(name for name, choice in choices.items() if choice.transposed)
-    own |= {"transposed": transposed} if transposed else {}
-    own |= {"dtypes": dtypes} if dtypes else {}
-    return json.loads(json.dumps({**source.config, "quantization_config": own}))  # type: ignore[no-any-return]
-
-
-def _item(name: str, source: Source, choice: Choice) -> Item:
+def _weight(name: str, source: Source, choice: Choice) -> Weight:
     entry = source.entries[name]
-    if choice.format is None:
-        return Item(name, None, entry.dtype, entry.shape, entry.nbytes)
-    return Item.quantized(name, choice.format, _quantized_shape(entry.shape, choice))
+    assert choice.format is not None
+    shape = (*entry.shape[:-2], *entry.shape[:-3:-1]) if choice.transposed else entry.shape
+    module = choice.parameter.rpartition(".")[0]
+    return Weight(name, module, choice.format, shape, entry.dtype, choice.transposed)
+
+
+def _plain(name: str, source: Source) -> TensorSpec:
+    entry = source.entries[name]
+    return TensorSpec(name, entry.dtype, entry.shape)
+
+
+def _nothing_to_do(source: Source, layout: str, choices: Mapping[str, Choice]) -> str:
+    reasons = dict.fromkeys(c.reason for n, c in choices.items() if len(source.entries[n].shape) > 1)
+    told = "; ".join(list(reasons)[:3])
+    return f"{source.path} has no tensor that the settings let be quantized in the layout {layout} ({told})"
+
+
+def _config(source: Source, quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with what it takes to read the weights."""
+    return json.loads(json.dumps({**source.config, "quantization_config": quantization}))  # type: ignore[no-any-return]
+
+
+def _items(source: Source, weights: Mapping[str, Weight], layout: Layout) -> list[Item]:
+    """All weights as they will lie in the files."""
+    return [
+        specs_item(weights[name], layout.specs(weights[name]))
+        if name in weights
+        else Item(name, None, entry.dtype, entry.shape, entry.nbytes)
+        for name, entry in source.entries.items()
+    ]
 
 
 def _notes(source: Source, choices: Mapping[str, Choice]) -> list[Note]:

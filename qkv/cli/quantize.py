@@ -17,6 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``qkv quantize``."""
     add_output_options(parser)
     add_format_options(parser)
+    parser.add_argument(
+        "--layout",
+        default="qkv",
+        help="of DST: qkv (all formats), bnb (nf4, int8:row), compressed-tensors (int4, int8) (default qkv)",
+    )
     add_calibration_options(parser)
 
 
@@ -37,6 +42,7 @@ def run(options: argparse.Namespace) -> None:
         options.dst,
         **_formats(options, plan),
         skip=options.skip,
+        layout=options.layout,
         max_shard_size=options.max_shard_size,
         overwrite=options.overwrite,
         calibrate=calibration,

@@ -15,7 +15,7 @@ from torch import nn
 from qkv.integration.compat import checkpoint_renamer
 from qkv.integration.select import Target, select
 from qkv.integration.settings import Settings
-from qkv.quantizers.experts import experts_refuse, parameter_format
+from qkv.quantizers.experts import expert_parameters, experts_refuse, parameter_format
 from qkv.quantizers.format import Format
 
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
@@ -56,11 +56,12 @@ class Chooser:
         self._covered: set[int] = set()
         self._users: dict[int, list[str]] = {}
         self._renamed: dict[str, Format] = {}
+        self._matrices: list[str] = []
         try:
             model = build_skeleton(directory)
             self._rename = checkpoint_renamer(model)
         except Exception as error:  # transformers raises anything for a model that it cannot build
-            self.note = f"layers told by name, for transformers cannot build the model: {_first_line(error)}"
+            self.note = f"layers told by name, for transformers cannot build the model: {first_line(error)}"
             settings.check_patterns(name.rpartition(".")[0] for name in names)
             return
         targets, kept = select(model, settings)
@@ -69,6 +70,7 @@ class Chooser:
         for target in targets:
             for name in target.formats:
                 self._users.setdefault(id(target.module._parameters[name]), []).append(target.name)
+        self._matrices = [name for name, module in model.named_modules() if _has_matrix(module)]
 
     def choose(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Choice:
         """The choice for a tensor as it lies in the file."""
@@ -93,6 +95,11 @@ class Chooser:
         """Names of the modules whose weight the parameter is, in the model's order."""
         weight = self._targets[parameter].module._parameters[parameter.rpartition(".")[2]]
         return tuple(dict.fromkeys(self._users[id(weight)]))
+
+    def kept_modules(self, quantized: Iterable[str]) -> tuple[str, ...]:
+        """The model's modules with a matrix, embedding tables aside, less those that are ``quantized``."""
+        taken = set(quantized)
+        return tuple(name for name in self._matrices if name not in taken)
 
     def final_settings(self) -> Settings:
         """The settings to write: modules that no tensor of the files could be quantized for are skipped, and those
@@ -131,6 +138,14 @@ def build_skeleton(directory: Path) -> nn.Module:
         return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
 
 
+def _has_matrix(module: nn.Module) -> bool:
+    """Whether a loader that looks for linear layers or experts may mean the module."""
+    if isinstance(module, nn.Embedding):
+        return False
+    weight = module._parameters.get("weight")
+    return (weight is not None and weight.dim() == 2) or bool(expert_parameters(module))
+
+
 def _is_table(target: Target, settings: Settings) -> bool:
     return settings.embeddings is not None and target.format == settings.embeddings != settings.format
 
@@ -155,5 +170,6 @@ def _choose_by_name(name: str, shape: tuple[int, ...], settings: Settings) -> Ch
     return Choice(None if reason else parameter_format(name, format, shape[-1]), reason or "")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, shortened to a line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -44,16 +44,18 @@ def dynamic_map(device: torch.device) -> Tensor:
     return torch.tensor(DYNAMIC_VALUES, dtype=torch.float32, device=device)
 
 
-def encode_scale(scale: Tensor, *, never_below: bool) -> NestedScale:
+def encode_scale(scale: Tensor, *, never_below: bool, offset: Tensor | None = None) -> NestedScale:
     """Store float32 scales of any shape in 8 bits.
 
     Args:
         scale: ``float32``, finite.
         never_below: round each scale up rather than to the nearest code, so that the decoded scale
             still spans its group (integer formats, whose codes are chosen after this step).
+        offset: ``float32 []`` to shift by; the mean by default.
     """
     flat = scale.reshape(1, -1)
-    offset = flat.mean(dtype=torch.float64).to(torch.float32) if flat.numel() else flat.new_zeros(())
+    if offset is None:
+        offset = flat.mean(dtype=torch.float64).to(torch.float32) if flat.numel() else flat.new_zeros(())
     blocks = to_groups(flat - offset, NESTED_BLOCK)[0]
     absmax = blocks.abs().amax(-1)
     scaled = blocks / torch.where(absmax > 0, absmax, 1.0)[:, None]

@@ -25,7 +25,12 @@ SOURCE_DTYPES = tuple(
 
 
 def quantize_tensor(
-    x: Tensor, format: str | Format = "nf4", *, importance: Tensor | None = None, name: str = "tensor"
+    x: Tensor,
+    format: str | Format = "nf4",
+    *,
+    importance: Tensor | None = None,
+    name: str = "tensor",
+    scale_dtype: torch.dtype = torch.float32,
 ) -> QuantizedTensor:
     """Quantize a float tensor, group by group along its last dimension.
 
@@ -37,6 +42,8 @@ def quantize_tensor(
             scales are then searched to keep the layer's outputs close (see :mod:`qkv.quantizers.calibration`).
             The layout is the same. None takes the scales that span each group.
         name: what error messages call the tensor.
+        scale_dtype: scales are rounded to this dtype before codes are chosen for them, for layouts that
+            store them in it; here they stay float32 tensors.
 
     Raises:
         QkvError: a dtype that is not a float, a NaN, an infinity, a value beyond float32's range, or an importance
@@ -50,18 +57,28 @@ def quantize_tensor(
     format = Format.parse(format)
     _check(x, name)
     rows = _rows(x)
-    found = (_natively(rows, format) or _on_gpu(rows, format)) if importance is None else None
+    found = _quickly(rows, format, scale_dtype) if importance is None else None
     if found is not None:
         return _assemble(x, format, *found)
     ranges = _ranges(rows, format, name)
     if importance is not None:
         check_importance(importance, tuple(x.shape), format, name)
-        return _searched(x, ranges, format, importance.to(x.device))
-    coding, stored = _spanning(ranges, format)
+        return _searched(x, ranges, format, importance.to(x.device), scale_dtype)
+    coding, stored = _spanning(ranges, format, scale_dtype)
     return _assemble(x, format, _codes(rows, format, coding), stored, coding.zero)
 
 
-def _natively(rows: Tensor, format: Format) -> tuple[Tensor, Tensor | NestedScale, Tensor | None] | None:
+def _quickly(
+    rows: Tensor, format: Format, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | NestedScale, Tensor | None] | None:
+    """What the native library or the GPU kernel makes of the rows, if one of them serves them."""
+    found = _natively(rows, format, scale_dtype)
+    return _on_gpu(rows, format) if found is None and scale_dtype == torch.float32 else found
+
+
+def _natively(
+    rows: Tensor, format: Format, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | NestedScale, Tensor | None] | None:
     """The same codes, scales and zero points in one pass of the native library.
 
     None where the library does not serve the tensor, and where a value is not finite, which the slow way
@@ -69,20 +86,24 @@ def _natively(rows: Tensor, format: Format) -> tuple[Tensor, Tensor | NestedScal
     """
     if native.unavailable() is not None or rows.device.type != "cpu" or rows.dtype not in native.DTYPES:
         return None
+    rounded = scale_dtype != torch.float32
     if format.group_size == "tensor" or not rows.numel() or (format.double_quant and not format.symmetric):
+        return None
+    if rounded and (format.name == "nf4" or not format.symmetric):
         return None
     rows, length = rows.contiguous(), format.group_length(rows.shape[1])
     found = native.quantize(rows, kind=format.name, group_size=length, symmetric=format.symmetric)
-    if found is None or not format.double_quant:
+    if found is None or not (format.double_quant or rounded):
         return found
     codes, scale, _ = found
-    nested = encode_scale(scale, never_below=format.name != "nf4")
+    scale = scale.to(scale_dtype).to(torch.float32)
+    nested = encode_scale(scale, never_below=format.name != "nf4") if format.double_quant else None
     if format.name != "nf4":  # integer codes are chosen for the scales as they will be read back
-        scale = decode_scale(nested, format.scale_limit)
+        scale = scale if nested is None else decode_scale(nested, format.scale_limit)
         again = native.quantize(rows, kind=format.name, group_size=length, scale=scale)
         assert again is not None
         codes = again[0]
-    return codes, nested, None
+    return codes, scale if nested is None else nested, None
 
 
 def _on_gpu(rows: Tensor, format: Format) -> tuple[Tensor, Tensor | NestedScale, Tensor | None] | None:
@@ -158,9 +179,9 @@ def _refuse_non_finite(rows: Tensor, name: str) -> None:
     )
 
 
-def _spanning(ranges: Range, format: Format) -> tuple[Scales, Tensor | NestedScale]:
+def _spanning(ranges: Range, format: Format, scale_dtype: torch.dtype) -> tuple[Scales, Tensor | NestedScale]:
     """Scales and zero points under which codes are chosen, and the scales as they are stored."""
-    scales = spanning_scales(ranges, format)
+    scales = _rounded(spanning_scales(ranges, format), scale_dtype)
     if not format.double_quant:
         return scales, scales.scale
     nested = encode_scale(scales.scale, never_below=format.name != "nf4")
@@ -171,17 +192,23 @@ def _spanning(ranges: Range, format: Format) -> tuple[Scales, Tensor | NestedSca
     return Scales(scale, zero), nested
 
 
-def _searched(x: Tensor, ranges: Range, format: Format, importance: Tensor) -> QuantizedTensor:
+def _rounded(scales: Scales, dtype: torch.dtype) -> Scales:
+    return scales._replace(scale=scales.scale.to(dtype).to(torch.float32))
+
+
+def _searched(
+    x: Tensor, ranges: Range, format: Format, importance: Tensor, scale_dtype: torch.dtype
+) -> QuantizedTensor:
     """``x`` under searched scales. Nesting changes them a little: then the better set counts, as a whole."""
     rows, stored = _rows(x), None
-    scales = search_scales(rows, ranges, format, importance)
+    scales = _rounded(search_scales(rows, ranges, format, importance), scale_dtype)
     if format.double_quant:
         stored = encode_scale(scales.scale, never_below=False)
         scales = scales._replace(scale=decode_scale(stored, format.scale_limit))
     result = _assemble(x, format, _codes(rows, format, scales), stored or scales.scale, scales.zero)
     if stored is None:
         return result
-    plain = quantize_tensor(x, format)
+    plain = quantize_tensor(x, format, scale_dtype=scale_dtype)
     errors = [float(output_error(x, each, importance).sum(dtype=torch.float64)) for each in (plain, result)]
     return result if errors[1] < errors[0] else plain
 
