@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qkv.checkpoint.by_rows import has_rows_apart, quantized_rows
 from qkv.checkpoint.calibration import Importances, importance_tensor
+from qkv.checkpoint.gguf import as_directory
 from qkv.checkpoint.job import Job, PieceOf, Target
 from qkv.checkpoint.layouts import LAYOUTS, layout_named
 from qkv.checkpoint.layouts.base import Layout, Plan, Weight, specs_item
@@ -91,7 +92,8 @@ def quantize_checkpoint(
     again with the same arguments, it goes on from there and ends with the same bytes.
 
     Args:
-        src: a directory with ``config.json`` and safetensors, one file or sharded; it is only read.
+        src: a directory with ``config.json`` and safetensors, one file or sharded; it is only read. Or a ``.gguf``
+            file, which transformers reads whole and which is written dequantized beside ``dst`` meanwhile.
         dst: the directory to make.
         format, skip, embeddings, overrides: as for :func:`qkv.quantize_`.
         layout: how the files hold them: ``"qkv"``; ``"bnb"`` (nf4, int8:row), which stock transformers loads with
@@ -114,7 +116,7 @@ def quantize_checkpoint(
     settings = Settings.parse(format, skip, embeddings, overrides)
     target = layout_named(layout)
     target.check(settings)
-    with Source.open(src) as source:
+    with as_directory(src, dst, overwrite) as directory, Source.open(directory) as source:
         refuse_quantized(source)
         source.require_config()
         chooser = Chooser(source.directory, settings, source.entries)

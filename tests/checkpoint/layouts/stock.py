@@ -43,12 +43,23 @@ def floats(module: torch.nn.Module) -> torch.Tensor | None:
     """The dequantized weight of a bitsandbytes layer."""
     weight = getattr(module, "weight", None)
     if type(module).__name__ == "Linear4bit":
-        from bitsandbytes.functional import dequantize_4bit
-
-        return dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[union-attr, no-any-return]
+        return blocks(weight)
     if type(module).__name__ == "Linear8bitLt":
         return weight.data * weight.SCB[:, None] / 127  # type: ignore[union-attr, operator, no-any-return]
     return None
+
+
+def blocks(weight: Any) -> torch.Tensor:
+    """As bitsandbytes' portable code, which is right where blocks reach over the ends of rows, its CPU kernel not."""
+    from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+    from bitsandbytes.functional import dequantize_blockwise
+
+    state, absmax = weight.quant_state, weight.quant_state.absmax
+    if state.nested:
+        absmax = dequantize_blockwise(absmax, state.state2) + state.offset
+    return _dequantize_4bit_compute(  # type: ignore[no-any-return]
+        weight.data.reshape(-1), absmax, state.code, state.blocksize, state.shape, state.dtype
+    )
 
 
 if __name__ == "__main__":

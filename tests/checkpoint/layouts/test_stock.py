@@ -85,6 +85,11 @@ def float_weights(model: Any) -> dict[str, Tensor]:
     }
 
 
+def rounding(weight: Tensor) -> float:
+    """Two roundings, of float32 and of the weight's dtype."""
+    return torch.finfo(weight.dtype).eps + 2 * torch.finfo(torch.float32).eps
+
+
 def relative(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).abs().max() / other.float().abs().max())
 
@@ -96,9 +101,11 @@ def test_stock_loaders_read_the_same_numbers(model: str, format: str, stock: Pat
     weights = float_weights(ours)
     assert weights.keys() <= found.keys() and weights
     for name, weight in weights.items():
-        other = found[name] if format != "int8" else found[name].to(weight.dtype)
-        assert torch.equal(weight, other), name
-    tolerance = TOLERANCES["stock_logits"]["int8" if format == "int8" else ours.dtype]
+        if format == "int8":  # the product of a code and its scale is rounded twice, in another order
+            torch.testing.assert_close(weight.float(), found[name].float(), rtol=rounding(weight), atol=0)
+        else:
+            assert torch.equal(weight, found[name]), name
+    tolerance = TOLERANCES["stock_logits"][format if format in BNB else ours.dtype]
     assert not runs(model, format) or relative(logits(ours), found["logits"]) <= tolerance
     if model == "moe" and format in CT:
         plain = dequantize_(ours)
