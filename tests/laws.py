@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import qkv.memory.footprint
 import qkv.quantizers.kernels
+from qkv.checkpoint.layouts import LAYOUTS
+from qkv.checkpoint.layouts.base import Weight
 from qkv.errors import QkvError
 from qkv.integration.patch import quantize_
 from qkv.quantizers.budget import Ladder, Unit
@@ -260,3 +262,28 @@ def check_within(units: Sequence[Unit], budget: int) -> None:
     assert plan.loss is not None and abs(plan.loss - sum(option.loss for option in taken)) < 1e-9
     largest = max((a.loss - b.loss for unit in units for a, b in pairwise(unit.hull())), default=0.0)
     assert plan.loss <= min(fitting) + largest + 1e-9
+
+
+def check_packed() -> None:
+    """compressed-tensors' int32, taken apart bit by bit: each element within half a step of its stored scale."""
+    x = sample("normal", (4, 128), 5).bfloat16()
+    for text in ("int4:g32", "int8:g64", "int8:row"):
+        format = Format.parse(text)
+        weight = Weight("w", "m", format, (4, 128), torch.bfloat16)
+        state = LAYOUTS["compressed-tensors"].encode(weight, x, None)
+        bits, scale = format.bits, state["w_scale"].double()
+        words = state["w_packed"].long()
+        codes = torch.stack([(words >> shift) & (2**bits - 1) for shift in range(0, 32, bits)], -1).flatten(1)
+        values = (codes - 2 ** (bits - 1)) * scale.repeat_interleave(128 // scale.shape[1], 1)
+        half = scale.repeat_interleave(128 // scale.shape[1], 1) / 2
+        assert state["w_scale"].dtype == torch.bfloat16
+        assert bool(((x.double() - values).abs() <= half * (1 + EPS)).all())
+
+
+def check_blocks() -> None:
+    """bitsandbytes' blocks run over the flattened weight, whatever its rows, and hold its own largest magnitudes."""
+    x = sample("normal", (4, 96), 6)
+    weight = Weight("w", "m", Format.parse("nf4"), (4, 96), torch.float32)
+    state = LAYOUTS["bnb"].encode(weight, x, None)
+    assert torch.equal(state["w.absmax"], x.reshape(6, 64).abs().amax(1))
+    assert state["w"].shape == (192, 1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import qkv.memory.footprint as memory
+from qkv.checkpoint.layouts import bnb, compressed_tensors
 from qkv.integration.patch import quantize_
 from qkv.memory.items import Item
 from qkv.quantizers import budget, calibration, double_quant, grouping, integer, nf4, packing, quantize, tensor
@@ -17,8 +18,10 @@ from qkv.quantizers.budget import Option, Unit
 from qkv.quantizers.format import Format
 from qkv.quantizers.kernels import choose, native, native_cpu, reference
 from qkv.quantizers.linear import QuantizedLinear
+from qkv.quantizers.quantize import quantize_tensor
 from tests.helpers import fails, prompt, tiny
 from tests.laws import (
+    check_blocks,
     check_counted_once,
     check_error_bound,
     check_fixed_point,
@@ -29,6 +32,7 @@ from tests.laws import (
     check_ladder,
     check_like_bitsandbytes,
     check_nearest_codes,
+    check_packed,
     check_product,
     check_searched_scales,
     check_stored_as_said,
@@ -285,7 +289,7 @@ def codes_for_the_spanning_scales(patch: Patch) -> None:
     codes = quantize._codes
 
     def mutant(rows: Tensor, format: Format, scales: Any) -> Tensor:
-        spanning, _ = quantize._spanning(quantize._ranges(rows, format, ""), format)
+        spanning, _ = quantize._spanning(quantize._ranges(rows, format, ""), format, torch.float32)
         return codes(rows, format, spanning)
 
     patch.setattr(quantize, "_codes", mutant)
@@ -305,6 +309,19 @@ def scales_of_nothing(patch: Patch) -> None:
     """A plan that forgets what one of its units takes."""
     plan_of = budget.plan_of
     patch.setattr(budget, "plan_of", lambda units, chosen, fixed, n: plan_of(units, chosen, fixed - 4, n))
+
+
+def nibbles_as_ours(patch: Patch) -> None:
+    """The first code in the high half, as bitsandbytes has it, where compressed-tensors has it low."""
+    patch.setattr(compressed_tensors, "_pack", lambda codes, bits: codes.contiguous().view(torch.int32))
+
+
+def scales_rounded_after_the_codes(patch: Patch) -> None:
+    patch.setattr(compressed_tensors, "quantize_tensor", lambda *args, scale_dtype, **others: quantize_tensor(*args, **others))
+
+
+def blocks_that_end_with_the_row(patch: Patch) -> None:
+    patch.setattr(bnb, "quantize_tensor", lambda x, *args, **others: quantize_tensor(x.reshape(4, -1), *args, **others))
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
@@ -330,6 +347,9 @@ MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (a_gradient_through_the_transposed_weight, gradients),
     (a_forward_that_repacks, pure),
     (a_forward_that_casts_in_place, pure),
+    (nibbles_as_ours, check_packed),
+    (scales_rounded_after_the_codes, check_packed),
+    (blocks_that_end_with_the_row, check_blocks),
     (tied_weights_twice, check_counted_once),
     (codes_without_scales, check_counted_once),
 ]

@@ -8,7 +8,9 @@ from typing import Any
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """SRC, DST and how DST is written."""
-    parser.add_argument("src", metavar="SRC", help="model directory: config.json and safetensors (quantize: or a .gguf file)")
+    parser.add_argument(
+        "src", metavar="SRC", help="model directory: config.json and safetensors (quantize takes a .gguf file too)"
+    )
     parser.add_argument("dst", metavar="DST", help="directory to make; it appears whole or not at all")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default 5GB)")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is a model directory")

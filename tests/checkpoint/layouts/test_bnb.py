@@ -83,8 +83,6 @@ def test_other_codes_are_refused(written: Path) -> None:
         state[name.replace("nf4", "fp4")] = state.pop(name)
     save_file(state, written / "model.safetensors", metadata={"format": "pt"})
     check_refused(written, "FP4")
-    levels = {name: tensor.flip(0) for name, tensor in tensors_in(written).items() if name.endswith(".quant_map")}
-    assert levels
 
 
 def test_levels_of_their_own_are_refused(written: Path) -> None:
@@ -171,7 +169,8 @@ def test_smollm2_has_the_same_codes_in_every_layout(name: str, smollm2: Path, tm
         for stored in (s for s in stored_weights(source) if s.format):
             weight = layout_named(name).decode(stored, source)
             assert weight.format == Format.parse(text) and weight.dtype == torch.bfloat16
-            scale = floats.read(stored.name).unflatten(1, (-1, 64)).abs().amax(-1).float()
+            value = floats.read(stored.name)
+            scale = value.reshape(value.shape[0], -1, 64).abs().amax(-1).float()
             wanted = (scale / 7).bfloat16().float() if text == "int4" else scale
             assert torch.equal(weight.scale, wanted), stored.name
     assert footprint(tmp_path / "q").weight_nbytes == report.footprint.weight_nbytes

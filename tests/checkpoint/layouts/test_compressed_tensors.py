@@ -39,7 +39,7 @@ def theirs(source: Path, target: Path, options: dict[str, Any]) -> dict[str, Ten
     for name in [name for name in state if name.endswith("_proj.weight")]:
         weight = state.pop(name)
         size = options.get("group_size") or weight.shape[1]
-        groups = weight.unflatten(1, (-1, size))
+        groups = weight.reshape(weight.shape[0], -1, size)
         scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
         parts = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
         packed = PackedQuantizationCompressor.compress(parts, scheme)
