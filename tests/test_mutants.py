@@ -317,7 +317,10 @@ def nibbles_as_ours(patch: Patch) -> None:
 
 
 def scales_rounded_after_the_codes(patch: Patch) -> None:
-    patch.setattr(compressed_tensors, "quantize_tensor", lambda *args, scale_dtype, **others: quantize_tensor(*args, **others))
+    def mutant(*args: Any, scale_dtype: torch.dtype, **others: Any) -> Any:
+        return quantize_tensor(*args, **others)
+
+    patch.setattr(compressed_tensors, "quantize_tensor", mutant)
 
 
 def blocks_that_end_with_the_row(patch: Patch) -> None:

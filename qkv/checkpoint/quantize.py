@@ -191,9 +191,7 @@ class _Quantized:
         return has_rows_apart(self.weight.format, shape) and not self.weight.transposed and not each_its_own
 
     def _quantize(self, value: Tensor) -> QuantizedTensor:
-        return quantize_tensor(
-            value, self.weight.format, importance=self._importance(value), name=self.weight.name
-        )
+        return quantize_tensor(value, self.weight.format, importance=self._importance(value), name=self.weight.name)
 
     def _importance(self, value: Tensor) -> Tensor | None:
         return None if self.importance is None else importance_tensor(self.importance, value.shape)
