@@ -68,10 +68,16 @@ def _panel(axis: Any, title: str, rows: list[Row], table: Table) -> None:
     axis.set_yscale("log")
     ticks = sorted({row.sizes[table.grows] for row in rows})
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_major_formatter(_tick)
+    axis.yaxis.set_minor_formatter(_tick)
     axis.grid(True, which="both", alpha=0.25)
     axis.set_xlabel(table.grows)
     axis.set_title(title)
+
+
+def _tick(value: float, position: int) -> str:
+    """Labels at 1, 2, 5, 10, 20, ..."""
+    return f"{value:g}" if f"{value:e}"[0] in "125" else ""
 
 
 def _style(name: str, index: int) -> dict[str, Any]:
