@@ -117,6 +117,7 @@ class BlockStore:
         self.layout, self.offloaded = layout, offload
         self.home: torch.device | None = None  # where blocks come from, and where they are decoded
         self.slab_blocks = max(1, SLAB_TOKENS // layout.block_size)
+        self.moves = 0  # grows whenever blocks come, go, or come to lie elsewhere
         self._slabs: dict[Slab, None] = {}
         self._last: Slab | None = None
 
@@ -171,6 +172,7 @@ class BlockStore:
             block.references -= 1
             if block.references == 0:
                 freed.setdefault(block.slab, []).append(block)
+        self.moves += len(freed)
         for slab in freed:
             del self._slabs[slab]
             self._last = None if self._last is slab else self._last
@@ -185,6 +187,7 @@ class BlockStore:
     def offload(self, offloaded: bool) -> None:
         """Move every block, and those to come, to host memory or back; handles stay as they are."""
         self.offloaded = offloaded
+        self.moves += 1
         for slab in self._slabs:
             slab.tensors = fetched(slab.tensors, HOST if offloaded else self.home)
 
@@ -196,6 +199,7 @@ class BlockStore:
             del self._slabs[last]
             new = joined
         new.place()
+        self.moves += 1
         self._slabs[new] = None
         self._last = new
 

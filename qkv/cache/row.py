@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from qkv.cache.blocks import Block, BlockStore
+from qkv.cache.table import BlockTable
 
 
 @dataclass(eq=False)
@@ -24,6 +25,7 @@ class Row:
         pure: tokens from here on were computed while something was hidden from them; None if none were.
         mass: decayed attention mass, float32, of each block and of each block to be in the tail; ``focus``
             the same weighted with its concentration. None until a query was observed.
+        table: where ``blocks`` lie.
     """
 
     start: int = 0
@@ -37,6 +39,7 @@ class Row:
     pure: int | None = None
     mass: Tensor | None = None
     focus: Tensor | None = None
+    table: BlockTable = field(default_factory=BlockTable)
 
     def __iter__(self) -> Iterator[Block]:
         """Every block the row holds a reference to."""
@@ -52,7 +55,7 @@ class Row:
         """A second row over the same blocks: ids and reference counts, no bytes."""
         for block in self:
             block.store.share(block)
-        return replace(self, blocks=list(self.blocks))
+        return replace(self, blocks=list(self.blocks), table=BlockTable())
 
     def release(self) -> None:
         """Give every block back."""

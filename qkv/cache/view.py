@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from qkv.cache.blocks import Block, BlockLayout, decode_slots, fetched
 from qkv.cache.rotation import Rotation
 from qkv.cache.row import Row
+from qkv.cache.table import BlockTable, find_neighbours
 from qkv.errors import QkvError
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class RowView:
             each later query sees them turned by one more position.
         anchor_lead: positions by which the first anchor is turned at the first open query, negative while
             the window has not yet left it behind.
-        runs: sealed blocks, in the order of the table.
+        blocks: sealed blocks, in the order of the table; ``table`` knows where they lie.
         tail_keys: ``[heads, tokens, dim]``, exact, the open tokens last; ``tail_values`` likewise.
         tail_start: position of the tail's first token.
         num_open: open tokens.
@@ -64,7 +66,8 @@ class RowView:
     anchors: tuple[Tensor, Tensor] | None
     anchor_turn: Tensor | None
     anchor_lead: int
-    runs: list[Run]
+    blocks: tuple[Block, ...]
+    table: BlockTable
     tail_keys: Tensor
     tail_values: Tensor
     tail_start: int
@@ -73,6 +76,11 @@ class RowView:
     sinks: int
     reach: int | None
     rotation: Rotation | None
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The blocks as tensors, neighbours together."""
+        return find_runs(self.blocks)
 
     @property
     def first_query(self) -> int:
@@ -94,7 +102,8 @@ def view_row(layer: CacheLayer, index: int) -> RowView:
         anchors=anchors,
         anchor_turn=turn,
         anchor_lead=lead,
-        runs=find_runs(row.blocks),
+        blocks=tuple(row.blocks),
+        table=row.table,
         tail_keys=tail.keys[index, :, first:],
         tail_values=tail.values[index, :, first:],
         tail_start=row.sealed,
@@ -106,17 +115,14 @@ def view_row(layer: CacheLayer, index: int) -> RowView:
     )
 
 
-def find_runs(blocks: list[Block]) -> list[Run]:
-    """Cut a table into runs of blocks that lie side by side in one slab."""
-    runs: list[Run] = []
-    first = 0
-    for i in range(1, len(blocks) + 1):
-        if i < len(blocks) and blocks[i].slab is blocks[i - 1].slab and blocks[i].slot == blocks[i - 1].slot + 1:
-            continue
-        slots = slice(blocks[first].slot, blocks[i - 1].slot + 1)
-        tensors = {name: t[slots] for name, t in blocks[first].slab.tensors.items()}
-        runs.append(Run(blocks[first].store.layout, tensors, tuple(b.start for b in blocks[first:i])))
-        first = i
+def find_runs(blocks: tuple[Block, ...]) -> list[Run]:
+    """Runs of blocks that lie side by side in one slab."""
+    runs = []
+    for neighbours in find_neighbours(blocks):
+        found = blocks[neighbours]
+        slots = slice(found[0].slot, found[-1].slot + 1)
+        tensors = {name: t[slots] for name, t in found[0].slab.tensors.items()}
+        runs.append(Run(found[0].store.layout, tensors, tuple(block.start for block in found)))
     return runs
 
 

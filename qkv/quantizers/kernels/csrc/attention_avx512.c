@@ -1,0 +1,109 @@
+/* Attention tiles for AVX-512 (VNNI, BF16): products of stored codes with queries and probabilities in 16 or 24 bits.
+ *
+ * The small operand is cut into signed digits of 8 bits against its largest value (16 bits; 24 where the queries are
+ * fp32), so that codes are multiplied as the unsigned bytes they are: four to a lane and instruction. Codes of keys are
+ * transposed so that lanes are tokens, sixteen at a time; codes of values so that lanes are channels. Codes count from
+ * the middle of their range, which keeps what the digits round off small. nf4 levels are two bytes each.
+ */
+#include "native.h"
+
+#if QKV_X86
+
+#include "attention_avx512.h"
+
+uint8_t qkv_attention_levels[3][16], qkv_attention_orders[5][64];
+
+__attribute__((constructor)) static void fill_tables(void)
+{
+    for (int code = 0; code < 16; ++code) {
+        int level = (int)(8388607.0 * qkv_nf4_levels[code] + 8388608.5);
+        for (int e = 0; e < 3; ++e) qkv_attention_levels[e][code] = (uint8_t)(level >> (16 - 8 * e));
+    }
+    for (int each = 1; each <= 4; each *= 2)
+        for (int at = 0; at < 64; ++at) {
+            int byte = at % 4, plane = at / 4 % each, word = at / 4 / each;
+            qkv_attention_orders[each][at] = (uint8_t)(each * (4 * word + byte) + plane);
+        }
+}
+
+static ptrdiff_t room_bytes(const struct qkv_worker *w)
+{
+    struct room room;
+    char *nowhere = (char *)64;
+    return furnish(w, &room, nowhere);
+}
+
+
+/* As qkv_exp. */
+INLINE __m512 exponential(__m512 x)
+{
+    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), _mm512_min_ps(_mm512_set1_ps(88.0f), x)); /* in this order NaN stays */
+    __m512 turns = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(turns, _mm512_set1_ps(0.693145752f), x);
+    r = _mm512_fnmadd_ps(turns, _mm512_set1_ps(1.42860677e-6f), r);
+    __m512 series = _mm512_set1_ps(1.0f / 5040);
+    series = _mm512_fmadd_ps(series, r, _mm512_set1_ps(1.0f / 720));
+    series = _mm512_fmadd_ps(series, r, _mm512_set1_ps(1.0f / 120));
+    series = _mm512_fmadd_ps(series, r, _mm512_set1_ps(1.0f / 24));
+    series = _mm512_fmadd_ps(series, r, _mm512_set1_ps(1.0f / 6));
+    series = _mm512_fmadd_ps(series, r, _mm512_set1_ps(0.5f));
+    series = _mm512_fmadd_ps(series, r, _mm512_set1_ps(1.0f));
+    series = _mm512_fmadd_ps(series, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(series, turns);
+}
+
+TARGET static void cap(struct qkv_worker *w, ptrdiff_t tokens)
+{
+    const __m512 limit = _mm512_set1_ps(w->call->softcap), twice = _mm512_add_ps(limit, limit);
+    const __m512 one = _mm512_set1_ps(1.0f);
+    for (ptrdiff_t r = 0; r < w->rows; ++r)
+        for (ptrdiff_t t = 0; t < tokens; t += 16) {
+            float *score = w->scores + r * QKV_TILE + t;
+            __m512 x = _mm512_div_ps(_mm512_load_ps(score), limit);
+            __m512 power = exponential(_mm512_add_ps(x, x));
+            _mm512_store_ps(score, _mm512_sub_ps(limit, _mm512_div_ps(twice, _mm512_add_ps(power, one))));
+        }
+}
+
+TARGET static void weigh(struct qkv_worker *w, ptrdiff_t tokens)
+{
+    const __m512 lowest = _mm512_set1_ps(-__builtin_inff());
+    for (ptrdiff_t r = 0; r < w->rows; ++r) {
+        float *scores = w->scores + r * QKV_TILE;
+        __m512 x[4], highest = _mm512_set1_ps(w->peak[r]), sum = _mm512_setzero_ps(), square = sum;
+        QKV_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            x[i] = _mm512_mask_loadu_ps(lowest, first_lanes(tokens - 16 * i), scores + 16 * i);
+            highest = _mm512_max_ps(x[i], highest);
+        }
+        float peak = _mm512_reduce_max_ps(highest);
+        QKV_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            x[i] = exponential(_mm512_sub_ps(x[i], _mm512_set1_ps(peak)));
+            x[i] = _mm512_maskz_mov_ps(first_lanes(tokens - 16 * i), x[i]);
+            sum = _mm512_add_ps(sum, x[i]);
+            square = _mm512_fmadd_ps(x[i], x[i], square);
+            _mm512_store_ps(scores + 16 * i, x[i]);
+        }
+        float shrink = peak == w->peak[r] ? 1.0f : qkv_exp(w->peak[r] - peak);
+        w->shrink[r] = shrink;
+        w->sum[r] = _mm512_reduce_add_ps(sum);
+        w->square[r] = w->call->mass ? _mm512_reduce_add_ps(square) : 0.0f;
+        w->total[r] = w->total[r] * shrink + w->sum[r];
+        w->peak[r] = peak;
+    }
+}
+
+TARGET static void finish(const struct qkv_worker *w, const struct qkv_side *values, float *to)
+{
+    ptrdiff_t each = values->codec == QKV_EXACT ? 1 : qkv_codes_a_byte(values->codec);
+    for (ptrdiff_t r = 0; r < w->rows; ++r)
+        for (ptrdiff_t i = 0; i < values->dim; ++i)
+            to[r * values->dim + i] = w->output[r * w->value_width + lane_of(i, each)];
+}
+
+const struct qkv_attention_ops qkv_attention_avx512 = {
+    room_bytes, qkv_attention_avx512_prepare, qkv_attention_avx512_scores, cap, weigh, qkv_attention_avx512_values, finish,
+};
+
+#endif
