@@ -1,4 +1,7 @@
-"""One step's attention of one layer over a long context: blocks as they are stored beside dense bf16."""
+"""One step's attention of one layer over a long context: blocks as they are stored beside dense bf16.
+
+Several queries are a draft being verified: the causal mask among them is left out of the dense arrangements.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,19 @@ UNPACKED_LIMIT: Final = 16_384
 
 
 def filled(codec: str, heads: Heads, tokens: int) -> CacheLayer:
-    """A layer of ``tokens`` random tokens, the last of them open."""
+    """A layer of ``tokens`` random tokens, all committed."""
     layer = CacheLayer(LayerSettings(keys=Codec.parse(codec, "channel"), values=Codec.parse(codec, "token")))
     generator = torch.Generator().manual_seed(0)
-
-    def random(count: int) -> Tensor:
-        return torch.randn((1, heads.kv, count, heads.dim), generator=generator).bfloat16()
-
-    for start in range(0, tokens - 1, 4096):
-        count = min(4096, tokens - 1 - start)
-        layer.append(random(count), random(count))
+    for start in range(0, tokens, 4096):
+        extend(layer, heads, min(4096, tokens - start), generator)
         layer.commit()
-    layer.append(random(1), random(1))
     return layer
+
+
+def extend(layer: CacheLayer, heads: Heads, count: int, generator: torch.Generator | None = None) -> None:
+    """Random open tokens."""
+    shape = (1, heads.kv, count, heads.dim)
+    layer.append(*(torch.randn(shape, generator=generator).bfloat16() for _ in range(2)))
 
 
 def streamed(layer: CacheLayer, queries: Tensor, with_mass: bool = False) -> Run:
@@ -62,18 +65,33 @@ def dense(heads: Heads, tokens: int, queries: Tensor) -> list[Entrant]:
     ]
 
 
-def entrants_of(heads: Heads, tokens: int, peers: bool) -> list[Entrant]:
-    """Everything that is timed; the yardstick first."""
-    queries = torch.randn(heads.query, 1, heads.dim).bfloat16()
+def entrants_of(heads: Heads, tokens: int, count: int, layers: dict[str, CacheLayer], peers: bool) -> list[Entrant]:
+    """Everything that is timed for ``count`` queries; the yardstick first."""
+    queries = torch.randn(heads.query, count, heads.dim).bfloat16()
     found = dense(heads, tokens, queries)
     found = found if peers else found[:1]
-    for codec in CODECS:
-        layer = filled(codec, heads, tokens)
+    for codec, layer in layers.items():
         found.append(Entrant(f"{codec} blocks", streamed(layer, queries), layer.nbytes))
         if codec == "int8":
             found.append(Entrant(f"{codec} blocks, with mass", streamed(layer, queries, True), layer.nbytes))
-            if peers and tokens <= UNPACKED_LIMIT:
+            if peers and count == 1 and tokens <= UNPACKED_LIMIT:
                 found.append(Entrant(f"{codec} blocks, unpacked", unpacked(layer, queries), layer.nbytes))
+    return found
+
+
+def at_length(plan: Plan, tokens: int) -> list[Row]:
+    """Every number of queries over one context: the open tokens change, the blocks do not."""
+    layers = {codec: filled(codec, plan.heads, tokens) for codec in CODECS}
+    found: list[Row] = []
+    for count in plan.queries:
+        for layer in layers.values():
+            extend(layer, plan.heads, count)
+        entrants = entrants_of(plan.heads, tokens, count, layers, plan.peers)
+        measured = interleave(entrants, plan.rounds)
+        scratch = [{"scratch MB": peak_nbytes(entrant.run) / 1e6} for entrant in entrants]
+        found += rows_of(entrants, measured, {"tokens": tokens, "queries": count}, numbers=scratch)
+        for layer in layers.values():
+            layer.discard()
     return found
 
 
@@ -94,11 +112,8 @@ def table(plan: Plan, say: Callable[[str], object]) -> Table:
     found: list[Row] = []
     for tokens in sorted(plan.contexts):
         say(f"{tokens:,} tokens")
-        entrants = entrants_of(plan.heads, tokens, plan.peers)
-        measured = interleave(entrants, plan.rounds)
-        scratch = [{"scratch MB": peak_nbytes(entrant.run) / 1e6} for entrant in entrants]
-        found += rows_of(entrants, measured, {"tokens": tokens}, numbers=scratch)
+        found += at_length(plan, tokens)
     heads = plan.heads
     shape = f"{heads.query} heads over {heads.kv} key-value heads, {heads.dim} wide"
-    title = f"one query of {shape}, bf16; speed over the first"
+    title = f"one step of {shape}, bf16; speed over the first"
     return Table("attention", title, "tokens", found)

@@ -30,7 +30,7 @@ class Plan:
         shapes: ``(out, in)`` of the linear layers.
         rows: rows of x.
         formats: of the weights.
-        heads: of the attention; ``contexts`` the tokens it reads.
+        heads: of the attention; ``contexts`` the tokens it reads, ``queries`` how many read them at once.
         quantize: ``(out, in)`` of the tensors to quantize.
         models: directories to load and decode with; where there are none, ``widths`` of random models.
         new_tokens, prefill: tokens to generate, and to read at once.
@@ -43,6 +43,7 @@ class Plan:
     formats: tuple[str, ...] = ("nf4", "int4", "int8", "int8:asym")
     heads: Heads = LLAMA_3_8B
     contexts: tuple[int, ...] = (4096, 16384, 65536)
+    queries: tuple[int, ...] = (1, 4, 8, 16)
     quantize: tuple[tuple[int, int], ...] = ((1536, 576), (4096, 4096))
     models: tuple[Path, ...] = ()
     widths: tuple[int, ...] = (512, 1024, 2048)
@@ -52,11 +53,11 @@ class Plan:
     peers: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("shapes", "rows", "formats", "contexts", "quantize"):
+        for name in ("shapes", "rows", "formats", "contexts", "queries", "quantize"):
             if not getattr(self, name):
                 raise QkvError(f"nothing to measure: {name} is empty")
-        if min(self.rows + self.contexts) < 1 or self.rounds < 1:
-            raise QkvError("rows, contexts and rounds are whole numbers from 1")
+        if min(self.rows + self.contexts + self.queries) < 1 or self.rounds < 1:
+            raise QkvError("rows, contexts, queries and rounds are whole numbers from 1")
 
 
 MAX_SHAPES: Final = 4

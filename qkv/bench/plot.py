@@ -52,7 +52,9 @@ def _panels(table: Table) -> dict[str, list[Row]]:
     """The rows by the sizes that do not grow."""
     found: dict[str, list[Row]] = {}
     for row in table.rows:
-        title = " x ".join(f"{value:,}" for name, value in row.sizes.items() if name != table.grows)
+        others = {name: value for name, value in row.sizes.items() if name != table.grows}
+        named = " ".join(others) if len(others) == 1 else ""
+        title = f"{' x '.join(f'{value:,}' for value in others.values())} {named}".strip()
         found.setdefault(title, []).append(row)
     return found
 

@@ -17,9 +17,10 @@ def run(options: argparse.Namespace) -> None:
     import platform
 
     from qkv import __version__
+    from qkv.cache import attention
     from qkv.quantizers.kernels import status
 
-    rows = status()
+    tables = {"products": status(), "attention over cache blocks": attention.status()}
     packages = ("torch", "transformers", "safetensors", "bitsandbytes", "numpy")
     versions = {"qkv": __version__, "python": platform.python_version()}
     for package in packages:
@@ -28,10 +29,12 @@ def run(options: argparse.Namespace) -> None:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
     if options.json:
-        print(json.dumps({"versions": versions, "backends": [row._asdict() for row in rows]}, indent=2))
+        backends, attentions = ([row._asdict() for row in rows] for rows in tables.values())
+        print(json.dumps({"versions": versions, "backends": backends, "attention": attentions}, indent=2))
         return
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
-    print("kernels, in the order in which they are tried:")
-    for row in rows:
-        state = "live" if row.reason is None else f"not live: {row.reason}"
-        print(f"  {row.name:13} {state}\n{'':16}{row.serves}")
+    for subject, rows in tables.items():
+        print(f"{subject}, in the order in which kernels are tried:")
+        for row in rows:
+            state = "live" if row.reason is None else f"not live: {row.reason}"
+            print(f"  {row.name:13} {state}\n{'':16}{row.serves}")

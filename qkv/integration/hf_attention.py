@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qkv.cache.attention import attend
 from qkv.errors import QkvError
+from qkv.integration.hf_dense import attend_dense, stock_attention
 from qkv.integration.hf_layer import KVLayer
 
 NAME = "qkv"
@@ -144,7 +145,8 @@ def attention(
         ``[batch, tokens, heads, dim]`` and None.
     """
     if not isinstance(key, BlockHandle):
-        return _stock(module, query, key, value, attention_mask, dropout, kwargs)
+        built = attention_mask.stock() if isinstance(attention_mask, LazyMask) else attention_mask
+        return attend_dense(module, query, key, value, built, dropout, kwargs), None
     layer = key.take()
     scale, softcap, sinks = (
         kwargs.pop("scaling", None),
@@ -265,52 +267,9 @@ def _first_prefill(module: Any, step: _Step) -> Tensor:
     """Nothing is sealed yet: stock attention over the step's own tokens, to the last bit."""
     tail = step.core.tail
     assert tail is not None
-    output, _ = _sdpa()(module, step.query, tail.keys, tail.values, None, scaling=step.scale, is_causal=True)
+    output, _ = stock_attention()(module, step.query, tail.keys, tail.values, None, scaling=step.scale, is_causal=True)
     found: Tensor = output
     return found
-
-
-def _stock(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    dropout: float,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:
-    built = attention_mask.stock() if isinstance(attention_mask, LazyMask) else attention_mask
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        return _eager(query, key, value, built, kwargs), None
-    output, _ = _sdpa()(module, query, key, value, built, dropout=dropout, **kwargs)
-    return output, None
-
-
-def _eager(query: Tensor, key: Tensor, value: Tensor, built: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
-    """Dense attention with soft-capped scores or sink logits, which scaled-dot-product attention lacks."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1).float(), value.repeat_interleave(groups, 1).float()
-    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    scores = query.float() @ key.transpose(2, 3) * scale
-    if (softcap := kwargs.get("softcap")) is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if built is None:
-        built = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(
-            scores.shape[-1] - scores.shape[-2]
-        )
-    scores = scores.masked_fill(~built, -torch.inf) if built.dtype == torch.bool else scores + built
-    if (sinks := kwargs.get("s_aux")) is not None:
-        sink = sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        probabilities = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
-    else:
-        probabilities = scores.softmax(-1)
-    return (probabilities @ value).to(query.dtype).transpose(1, 2).contiguous()
-
-
-def _sdpa() -> Any:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward
 
 
 def _check_model(model: Any) -> None:

@@ -13,6 +13,7 @@ from qkv.errors import QkvError
 from qkv.integration.compat import cache_argument
 from qkv.integration.hf_attention import BlockHandle, LazyMask
 from qkv.integration.hf_cache import KVCache
+from qkv.integration.hf_dense import attend_dense
 
 
 @pytest.fixture
@@ -104,3 +105,16 @@ def test_dtypes(model: Any, dtype: torch.dtype) -> None:
     tolerance = {torch.bfloat16: 0.15, torch.float16: 0.02, torch.float64: 1e-12}[dtype]
     assert parts[0].dtype == parts[1].dtype == dtype
     assert float((parts[0] - parts[1]).abs().max()) < tolerance
+
+
+def test_a_single_query_over_plain_tensors_packs_its_group() -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 6, 1, 8)
+    key, value = torch.randn(2, 2, 3, 20, 8).unbind()
+    mask = torch.rand(2, 1, 1, 20) < 0.8
+    for built in (None, mask):
+        found = attend_dense(None, query, key, value, built, 0.0, {"scaling": 0.3})
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=built, scale=0.3, enable_gqa=True
+        )
+        assert torch.allclose(found, exact.transpose(1, 2), atol=1e-6)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from qkv.quantizers.kernels import native
 from qkv.quantizers.kernels.ready import ReadyWeight
 from qkv.quantizers.nf4 import LEVELS as NF4_LEVELS
 from qkv.quantizers.quantize import quantize_tensor
+from tests.quantizers.kernels.sanitize import run_sanitized
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
@@ -414,17 +413,4 @@ int main(void)
 
 @pytest.mark.slow
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
-    compiler = shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    sources = Path(native.__file__).parent / "csrc"
-    driver, program = tmp_path / "driver.c", tmp_path / "driver"
-    driver.write_text(DRIVER)
-    command = [compiler, "-std=gnu11", "-O1", "-g", "-ffp-contract=off", "-fsanitize=address,undefined"]
-    command += ["-fno-sanitize-recover=all", f"-I{sources}", str(driver), *map(str, sorted(sources.glob("*.c")))]
-    built = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True, check=False)
-    if "cannot find" in built.stderr:
-        pytest.skip("the compiler has no sanitizers")
-    assert built.returncode == 0, built.stderr
-    result = subprocess.run([str(program)], capture_output=True, text=True, check=False)
-    assert result.returncode == 0 and result.stdout == "clean\n", result.stderr
+    run_sanitized(DRIVER, tmp_path)

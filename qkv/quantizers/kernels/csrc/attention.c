@@ -200,25 +200,33 @@ static void aim(struct qkv_tile *tile, const struct qkv_run *run, ptrdiff_t bloc
     }
 }
 
-/* Has the same tile some blocks on fetched meanwhile: its scales at once, its codes as this one's are read. */
-static void look_ahead(struct qkv_tile *tile, const struct qkv_run *run, ptrdiff_t blocks)
+/* Where a block of one head lies. */
+struct place {
+    const struct qkv_run *run;
+    ptrdiff_t block; /* counts heads within blocks of the run */
+};
+
+/* Has the same tile of another block fetched meanwhile: its scales at once, its codes as this one's are read. */
+static void look_ahead(struct qkv_tile *tile, const struct place *next, ptrdiff_t from)
 {
+    struct qkv_tile other = *tile;
+    if (next->run) aim(&other, next->run, next->block, from);
     for (int part = 0; part < 2; ++part) {
         const struct qkv_side *side = tile->side + part;
-        ptrdiff_t each = side->by_token ? side->dim / side->group : side->dim;
-        ptrdiff_t rows = side->by_token ? run->tokens : run->tokens / side->group;
-        tile->ahead[part] = tile->codes[part] + blocks * run->tokens * tile->stride[part];
-        for (ptrdiff_t i = 0; side->codec != QKV_EXACT && i < (side->by_token ? tile->tokens * each : each); i += 32) {
-            __builtin_prefetch(tile->scale[part] + blocks * rows * each + i);
-            if (tile->zero[part]) __builtin_prefetch(tile->zero[part] + blocks * rows * each + i);
+        ptrdiff_t count = side->by_token ? tile->tokens * (side->dim / side->group) : side->dim;
+        tile->ahead[part] = other.codes[part];
+        for (ptrdiff_t i = 0; next->run && side->codec != QKV_EXACT && i < count; i += 32) {
+            __builtin_prefetch(other.scale[part] + i);
+            if (other.zero[part]) __builtin_prefetch(other.zero[part] + i);
         }
     }
 }
 
-/* One block of one head; `block` counts heads within blocks of the run. */
-static void walk_block(struct qkv_worker *w, const struct plan *plan, const struct qkv_run *run, ptrdiff_t block,
-                       int64_t start, ptrdiff_t blocks_ahead, struct marks *marks, ptrdiff_t column)
+/* One block of one head; `next` is the one after it, or nowhere. */
+static void walk_block(struct qkv_worker *w, const struct plan *plan, const struct place *here, const struct place *next,
+                       int64_t start, struct marks *marks, ptrdiff_t column)
 {
+    const struct qkv_run *run = here->run;
     const struct qkv_attention *call = plan->call;
     struct qkv_tile tile = {.side = {call->side[0], call->side[1]}};
     for (ptrdiff_t from = 0, end; from < run->tokens; from = end) {
@@ -232,9 +240,9 @@ static void walk_block(struct qkv_worker *w, const struct plan *plan, const stru
             for (ptrdiff_t t = 0; call->reach + call->hidden && t < end - from; ++t) hidden[i * QKV_TILE + t] = t < low;
         }
         if (all) continue;
-        aim(&tile, run, block, from);
+        aim(&tile, run, here->block, from);
         tile.tokens = end - from;
-        look_ahead(&tile, run, blocks_ahead);
+        look_ahead(&tile, next, from);
         take(w, plan, &tile, any ? hidden : NULL);
         note(w, marks, column);
     }
@@ -327,11 +335,13 @@ static void block_item(struct qkv_worker *w, struct plan *plan, ptrdiff_t item)
     load_queries(w, head, 0, (int)call->side[QKV_KEYS].rotated);
     plan->ops->prepare(w, call->side);
     const struct qkv_run *run = call->runs;
-    ptrdiff_t before = 0; /* blocks of earlier runs */
+    ptrdiff_t slot = first;
+    for (; slot >= run->blocks; ++run) slot -= run->blocks;
     for (ptrdiff_t at = first; at < last; ++at) {
-        for (; at >= before + run->blocks; ++run) before += run->blocks;
-        ptrdiff_t slot = at - before, ahead = slot + 1 < run->blocks && at + 1 < last ? call->heads : 0;
-        walk_block(w, plan, run, slot * call->heads + head, call->starts[at], ahead, marks, at - first);
+        struct place here = {run, slot * call->heads + head}, next = {NULL, 0};
+        if (++slot == run->blocks) ++run, slot = 0;
+        if (at + 1 < last) next = (struct place){run, slot * call->heads + head};
+        walk_block(w, plan, &here, &next, call->starts[at], marks, at - first);
     }
     keep(w, plan, call->side + QKV_VALUES, item);
     hand_in(w, marks, plan, head, first);

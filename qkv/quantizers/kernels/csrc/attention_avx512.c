@@ -96,10 +96,13 @@ TARGET static void weigh(struct qkv_worker *w, ptrdiff_t tokens)
 
 TARGET static void finish(const struct qkv_worker *w, const struct qkv_side *values, float *to)
 {
-    ptrdiff_t each = values->codec == QKV_EXACT ? 1 : qkv_codes_a_byte(values->codec);
-    for (ptrdiff_t r = 0; r < w->rows; ++r)
-        for (ptrdiff_t i = 0; i < values->dim; ++i)
-            to[r * values->dim + i] = w->output[r * w->value_width + lane_of(i, each)];
+    ptrdiff_t each = values->codec == QKV_EXACT ? 1 : qkv_codes_a_byte(values->codec), dim = values->dim;
+    for (ptrdiff_t r = 0; r < w->rows; ++r, to += dim)
+        for (ptrdiff_t at = 0; at < w->value_width; at += 16) { /* channels `each` apart, see lane_of */
+            ptrdiff_t first = at / (16 * each) * 16 * each + at / 16 % each;
+            const float *from = w->output + r * w->value_width + at;
+            for (ptrdiff_t lane = 0; lane < 16 && first + lane * each < dim; ++lane) to[first + lane * each] = from[lane];
+        }
 }
 
 const struct qkv_attention_ops qkv_attention_avx512 = {

@@ -63,7 +63,7 @@ INLINE void transpose8(__m512i *x)
 }
 
 /* Sixteen tokens from `first` on, transposed; what lies past the tile repeats its last token. */
-INLINE void transpose_codes(const struct qkv_tile *tile, ptrdiff_t first, int64_t codec, int depth, __m512i *to)
+INLINE void transpose_codes(const struct qkv_tile *tile, ptrdiff_t first, int64_t codec, int depth, int whole, __m512i *to)
 {
     ptrdiff_t bytes = tile->side[QKV_KEYS].row_bytes, last = tile->tokens - 1, stride = tile->stride[QKV_KEYS];
     ptrdiff_t step = qkv_codes_a_byte(codec) * depth;
@@ -76,7 +76,8 @@ INLINE void transpose_codes(const struct qkv_tile *tile, ptrdiff_t first, int64_
         if (words == 16) {
             QKV_UNROLL
             for (int i = 0; i < 16; ++i) {
-                x[i] = _mm512_maskz_loadu_epi8(mask, codes + (first + i < last ? first + i : last) * stride + at);
+                ptrdiff_t token = whole || first + i < last ? first + i : last;
+                x[i] = _mm512_maskz_loadu_epi8(mask, codes + token * stride + at);
                 _mm_prefetch(ahead + at * 16 + 64 * i, _MM_HINT_T0);
             }
             transpose16(x);
@@ -84,8 +85,8 @@ INLINE void transpose_codes(const struct qkv_tile *tile, ptrdiff_t first, int64_
             QKV_UNROLL
             for (int i = 0; i < 8; ++i) {
                 ptrdiff_t token = first + i % 4 + i / 4 * 8, other = token + 4;
-                const uint8_t *low = codes + (token < last ? token : last) * stride + at;
-                const uint8_t *high = codes + (other < last ? other : last) * stride + at;
+                const uint8_t *low = codes + (whole || token < last ? token : last) * stride + at;
+                const uint8_t *high = codes + (whole || other < last ? other : last) * stride + at;
                 x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8((__mmask32)mask, low)),
                                           _mm256_maskz_loadu_epi8((__mmask32)mask, high), 1);
                 _mm_prefetch(ahead + at * 16 + 64 * i, _MM_HINT_T0);
@@ -96,13 +97,19 @@ INLINE void transpose_codes(const struct qkv_tile *tile, ptrdiff_t first, int64_
     }
 }
 
+#define TRANSPOSE(codec, depth) \
+    if (whole) transpose_codes(tile, first, codec, depth, 1, to); \
+    else transpose_codes(tile, first, codec, depth, 0, to); \
+    break;
+
 TARGET static void transpose_any(const struct qkv_tile *tile, ptrdiff_t first, int depth, __m512i *to)
 {
+    int whole = tile->tokens >= first + 16;
     switch (tile->side[QKV_KEYS].codec) {
-    case QKV_CODE8: transpose_codes(tile, first, QKV_CODE8, 1, to); break;
-    case QKV_CODE4: transpose_codes(tile, first, QKV_CODE4, 1, to); break;
-    case QKV_CODE2: transpose_codes(tile, first, QKV_CODE2, 1, to); break;
-    default: transpose_codes(tile, first, QKV_LEVEL4, depth, to);
+    case QKV_CODE8: TRANSPOSE(QKV_CODE8, 1)
+    case QKV_CODE4: TRANSPOSE(QKV_CODE4, 1)
+    case QKV_CODE2: TRANSPOSE(QKV_CODE2, 1)
+    default: TRANSPOSE(QKV_LEVEL4, depth)
     }
 }
 

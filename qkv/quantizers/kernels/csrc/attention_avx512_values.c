@@ -35,7 +35,7 @@ TARGET static void fold_probabilities(struct qkv_worker *w, const struct qkv_til
 
 /* Sixteen bytes, from byte `at` on, of every four tokens side by side: lanes are bytes, and hold four tokens' each.
  * What comes out is plane by plane, as multiply reads them. */
-INLINE void interleave(const struct qkv_tile *tile, ptrdiff_t at, int64_t codec, int depth, __m512i *to)
+INLINE void interleave(const struct qkv_tile *tile, ptrdiff_t at, int64_t codec, int depth, int whole, __m512i *to)
 {
     ptrdiff_t last = tile->tokens - 1, stride = tile->stride[QKV_VALUES], left = tile->side[QKV_VALUES].row_bytes - at;
     const uint8_t *codes = tile->codes[QKV_VALUES] + at;
@@ -48,7 +48,8 @@ INLINE void interleave(const struct qkv_tile *tile, ptrdiff_t at, int64_t codec,
         __m128i four[4];
         QKV_UNROLL
         for (int i = 0; i < 4; ++i)
-            four[i] = _mm_maskz_loadu_epi8(mask, codes + (t + i < last ? t + i : last) * stride);
+            four[i] = whole ? _mm_loadu_si128((const void *)(codes + (t + i) * stride))
+                            : _mm_maskz_loadu_epi8(mask, codes + (t + i < last ? t + i : last) * stride);
         _mm_prefetch(ahead, _MM_HINT_T0);
         __m512i bytes = _mm512_castsi128_si512(four[0]);
         bytes = _mm512_inserti32x4(bytes, four[1], 1);
@@ -58,13 +59,19 @@ INLINE void interleave(const struct qkv_tile *tile, ptrdiff_t at, int64_t codec,
     }
 }
 
+#define INTERLEAVE(codec, depth) \
+    if (whole) interleave(tile, at, codec, depth, 1, to); \
+    else interleave(tile, at, codec, depth, 0, to); \
+    break;
+
 TARGET static void interleave_any(const struct qkv_tile *tile, ptrdiff_t at, int depth, __m512i *to)
 {
+    int whole = tile->tokens % 4 == 0 && tile->side[QKV_VALUES].row_bytes >= at + 16;
     switch (tile->side[QKV_VALUES].codec) {
-    case QKV_CODE8: interleave(tile, at, QKV_CODE8, 1, to); break;
-    case QKV_CODE4: interleave(tile, at, QKV_CODE4, 1, to); break;
-    case QKV_CODE2: interleave(tile, at, QKV_CODE2, 1, to); break;
-    default: interleave(tile, at, QKV_LEVEL4, depth, to);
+    case QKV_CODE8: INTERLEAVE(QKV_CODE8, 1)
+    case QKV_CODE4: INTERLEAVE(QKV_CODE4, 1)
+    case QKV_CODE2: INTERLEAVE(QKV_CODE2, 1)
+    default: INTERLEAVE(QKV_LEVEL4, depth)
     }
 }
 
@@ -162,13 +169,15 @@ INLINE void add_exact_rows(struct qkv_worker *w, const struct qkv_tile *tile, pt
                 sums[i][half] = _mm512_fmadd_ps(value, weight, sums[i][half]);
             }
         }
-    for (int i = 0; i < R; ++i) {
-        __m512 sum = _mm512_add_ps(sums[i][0], sums[i][1]);
-        if (t < tile->tokens)
-            sum = _mm512_fmadd_ps(load_floats(values + t * stride, dtype, mask),
-                                  _mm512_set1_ps(w->scores[(r + i) * QKV_TILE + t]), sum);
-        _mm512_store_ps(w->output + (r + i) * w->value_width + at, sum);
+    if (t < tile->tokens) { /* into the first sums, as if a pair with a weightless token */
+        __m512 value = load_floats(values + t * stride, dtype, mask);
+        QKV_UNROLL
+        for (int i = 0; i < R; ++i)
+            sums[i][0] = _mm512_fmadd_ps(value, _mm512_set1_ps(w->scores[(r + i) * QKV_TILE + t]), sums[i][0]);
     }
+    QKV_UNROLL
+    for (int i = 0; i < R; ++i)
+        _mm512_store_ps(w->output + (r + i) * w->value_width + at, _mm512_add_ps(sums[i][0], sums[i][1]));
 }
 
 INLINE void add_exact_of(struct qkv_worker *w, const struct qkv_tile *tile, int64_t dtype)
