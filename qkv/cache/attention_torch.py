@@ -6,6 +6,7 @@ Only the cast of the codes to float touches every element.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from qkv.cache.hadamard import spread
 from qkv.cache.view import RowView, Run, run_positions
 
 SERVES = "every case, on every device: a run of blocks cast to float32 at a time"
-QUERY_TILE = 128
+QUERY_TILE: Final = 128
 """Queries worked on at once, so that the scores of a tile stay small in a long prefill."""
 
 

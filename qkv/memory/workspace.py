@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from qkv.cache.attention import QUERY_TILE
+from qkv.cache.attention_torch import QUERY_TILE
 from qkv.integration.anatomy import CachedLayer
 from qkv.memory.items import Item
 from qkv.memory.kv import KvPlan

@@ -298,7 +298,8 @@ def without_zero_points(patch: pytest.MonkeyPatch) -> None:
 
 def stale(patch: pytest.MonkeyPatch) -> None:
     """Addresses that are never looked up again, and read what was there at the first step."""
-    find, first = BlockTable.find, []
+    find = BlockTable.find
+    first: list[Any] = []
 
     def mutant(self: BlockTable, blocks: Any) -> Any:
         if not first and blocks:

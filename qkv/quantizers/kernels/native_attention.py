@@ -69,6 +69,7 @@ class Call(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("threads", _INT),
+        ("level", _INT),
     )
 
 
@@ -80,10 +81,10 @@ def run(call: Call) -> None:
     Raises:
         MemoryError: no memory for a thread's own scratch.
     """
-    library = native._library
-    assert library is not None
+    library = native.library()
     library.qkv_attention_room.restype = _INT
     room = torch.empty(library.qkv_attention_room(ctypes.byref(call)), dtype=torch.float32)
     call.room, call.threads = room.data_ptr(), torch.get_num_threads()
+    call.level = native.LEVELS.index(native.level())
     if library.qkv_attention(ctypes.byref(call)):
         raise MemoryError("no memory for the scratch of attention over blocks")

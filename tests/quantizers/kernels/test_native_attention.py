@@ -53,9 +53,9 @@ static void make_exact(struct qkv_exact *exact, const struct qkv_attention *call
 int main(void)
 {
     for (int round = 0; round < 1500; ++round) {
-        qkv_set_level(round % 3);
+        int level = qkv_set_level(round % 3);
         struct qkv_attention call = {.heads = 1 + draw(3), .group = 1 + draw(6), .tokens = 1 + draw(16)};
-        call.dtype = draw(3);
+        call.dtype = draw(3), call.level = level;
         call.block_size = 1 + draw(90), call.scale = 0.1f, call.softcap = draw(2) ? 3.0f : 0.0f, call.threads = 1;
         make_side(&call.side[0], call.dtype, call.block_size), make_side(&call.side[1], call.dtype, call.block_size);
         call.num_runs = draw(4);

@@ -426,15 +426,13 @@ static void merge_columns(void *pointer, ptrdiff_t begin, ptrdiff_t end)
 
 /* ---- exported ---- */
 
-int qkv_get_level(void);
-
-static const struct qkv_attention_ops *chosen(void)
+static const struct qkv_attention_ops *chosen(int64_t level)
 {
 #if QKV_X86
-    int level = qkv_get_level();
     if (level == QKV_AVX512) return &qkv_attention_avx512;
     if (level == QKV_AVX2) return &qkv_attention_avx2;
 #endif
+    (void)level;
     return &qkv_attention_portable;
 }
 
@@ -450,7 +448,7 @@ QKV_EXPORT int qkv_attention(const struct qkv_attention *call)
 {
     struct plan plan = cut(call);
     place(&plan);
-    plan.ops = chosen();
+    plan.ops = chosen(call->level);
     ptrdiff_t tokens = call->num_blocks * call->block_size + call->tail.tokens + call->anchors.tokens;
     ptrdiff_t work = tokens * call->heads * call->side[QKV_KEYS].dim;
     int threads = work < 65536 ? 1 : (int)call->threads;

@@ -55,7 +55,7 @@ struct qkv_attention {
     float *room;               /* qkv_attention_room(call) floats */
     int64_t tail_start, num_open, hidden, sinks, reach, block_size; /* reach: 0 for all */
     float scale, softcap;      /* softcap: 0 for none */
-    int64_t threads;
+    int64_t threads, level; /* level: of the back end, one that the processor has */
 };
 
 /* Up to QKV_TILE tokens of one head, within one group of tokens of each side. */
