@@ -310,7 +310,7 @@ def stale(patch: pytest.MonkeyPatch) -> None:
 
 
 def law() -> None:
-    policies = [(KeepAll(), 90), (Window(40, sinks=3), 90), (Window(6, sinks=3), 14), (Importance(60, sinks=3), 90)]
+    policies = [(KeepAll(), 90), (Window(40, sinks=3), 90), (Window(6, sinks=3), 14), (Importance(200, sinks=3), 90)]
     for retain, length in policies:
         shape = LayerSettings(Codec("int8", "channel"), Codec("int4"), block_size=16, residual=5, retain=retain)
         layer = filled(shape, 2, (32, 32), length, 3, torch.float32)
