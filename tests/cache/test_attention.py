@@ -19,6 +19,13 @@ from qkv.cache.storages import peak_nbytes
 HEADS, GROUP = 2, 2
 
 
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both back ends, the native one where it is live."""
+    monkeypatch.setenv("QKV_KERNELS", request.param)
+    return str(request.param)
+
+
 def filled(settings: LayerSettings, dim: int, value_dim: int, length: int, queries: int) -> CacheLayer:
     torch.manual_seed(0)
     layer, at = CacheLayer(settings), 0
@@ -152,8 +159,8 @@ def test_float64_stays_float64() -> None:
     assert torch.allclose(found, exact[0], atol=1e-14)
 
 
-def test_a_step_unpacks_one_run_at_a_time() -> None:
-    """Transient of a step: a tile of 512 tokens, whatever the length."""
+def test_a_step_unpacks_one_run_at_a_time(backend: str) -> None:
+    """Transient of a step: a tile of 512 tokens, whatever the length; of the native one, a fraction of that."""
     settings = LayerSettings(Codec("int8", "channel"), Codec("int8", "token"))
     peaks = []
     for length in (2048, 8192):
@@ -163,4 +170,5 @@ def test_a_step_unpacks_one_run_at_a_time() -> None:
         layer.append(torch.randn(1, HEADS, 1, 64), torch.randn(1, HEADS, 1, 64))
         view, asked = layer.attendable()[0], torch.randn(HEADS * GROUP, 1, 64)
         peaks.append(peak_nbytes(partial(attend, asked, view, scale=0.1, block_size=64)))
-    assert peaks[0] == peaks[1] < 4 * 512 * HEADS * 64 * 4
+    tile = 4 * 512 * HEADS * 64 * 4
+    assert max(peaks) < tile / 8 or (backend == "torch" and peaks[0] == peaks[1] < tile)
