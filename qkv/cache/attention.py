@@ -15,13 +15,17 @@ from typing import Final
 
 from torch import Tensor
 
-from qkv.cache import attention_native, attention_torch
+from qkv.cache import attention_native, attention_torch, attention_triton
 from qkv.cache.attention_case import Asked, Attended
 from qkv.cache.view import RowView
 from qkv.quantizers.kernels import BackendStatus
 from qkv.quantizers.kernels.choose import KERNELS_VARIABLE, NATIVE_LEVELS
 
-BACKENDS: Final[dict[str, ModuleType]] = {"native": attention_native, "torch": attention_torch}
+BACKENDS: Final[dict[str, ModuleType]] = {
+    "native": attention_native,
+    "triton": attention_triton,
+    "torch": attention_torch,
+}
 """Back ends from the fastest to the one that always works: modules with ``SERVES``, ``unavailable()``,
 ``refuses(asked)`` and ``attend(asked)``. ``QKV_KERNELS`` limits them as it does those of linear layers."""
 
@@ -61,7 +65,7 @@ def choose(asked: Asked) -> ModuleType:
     """The first back end of the table that is live and takes ``asked``."""
     forced = os.environ.get(KERNELS_VARIABLE)
     for name, backend in BACKENDS.items():
-        if name == "native" and forced and forced not in ("native", *NATIVE_LEVELS):
+        if name != "torch" and forced and name != ("native" if forced in NATIVE_LEVELS else forced):
             continue
         if backend.unavailable() is None and backend.refuses(asked) is None:
             return backend

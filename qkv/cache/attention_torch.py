@@ -5,6 +5,7 @@ Only the cast of the codes to float touches every element.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -44,8 +45,8 @@ def refuses(asked: Asked) -> str | None:
     return None
 
 
-def attend(asked: Asked) -> Attended:
-    """See :func:`qkv.cache.attention.attend`."""
+def attend(asked: Asked, *, walk: Walk | None = None) -> Attended:
+    """See :func:`qkv.cache.attention.attend`; ``walk`` does what :func:`walk_runs` does."""
     queries, view, positions, open_mask = asked.queries, asked.view, asked.positions, asked.open_mask
     tokens, begin = asked.tokens, asked.first_position
     last = begin + tokens - 1 if positions is None else int(positions.max())
@@ -58,7 +59,7 @@ def attend(asked: Asked) -> Attended:
     for first in range(0, tokens, QUERY_TILE):
         tile = slice(first, first + QUERY_TILE)
         scope = Scope(view, asked.scale, asked.softcap, positions[tile], last, asked.block_size, asked.with_mass)
-        parts.append(_attend_tile(queries[:, tile], open_mask[tile], asked.sink_logits, scope))
+        parts.append(_attend_tile(queries[:, tile], open_mask[tile], asked.sink_logits, scope, walk or walk_runs))
     return parts[0] if len(parts) == 1 else _joined(parts)
 
 
@@ -92,6 +93,13 @@ class Softmax:
         self.output.mul_(shrink[..., None])
         return probabilities
 
+    def absorb(self, peak: Tensor, total: Tensor, output: Tensor) -> None:
+        """Take in another softmax over other tokens: its maximum, denominator and weighted values."""
+        highest = torch.maximum(self.peak, peak)
+        mine, others = torch.exp(self.peak - highest), torch.exp(peak - highest)
+        self.peak, self.total = highest, self.total * mine + total * others
+        self.output.mul_(mine[..., None]).add_(output * others[..., None])
+
     def note(self, probabilities: Tensor, blocks: int) -> None:
         """Remember the mass of each block of a tile, ``[heads, rows, blocks * tokens]``."""
         by_block = torch.unflatten(probabilities, -1, (blocks, -1))
@@ -114,7 +122,17 @@ def _over_heads(by_row: Tensor, tokens: int) -> Tensor:
     return torch.unflatten(by_row, 1, (-1, tokens)).sum((0, 1)).to(torch.float32)
 
 
-def _attend_tile(queries: Tensor, open_mask: Tensor, sink_logits: Tensor | None, scope: Scope) -> Attended:
+Walk = Callable[[Tensor, Softmax, Scope], None]
+"""Takes the part of every block into the softmax of rows ``[heads, group * tokens, key_dim]``, scaled."""
+
+
+def walk_runs(rows: Tensor, state: Softmax, scope: Scope) -> None:
+    """Run by run in torch."""
+    for run in scope.view.runs:
+        _run_tile(rows, run.on(rows.device), state, scope)
+
+
+def _attend_tile(queries: Tensor, open_mask: Tensor, sink_logits: Tensor | None, scope: Scope, walk: Walk) -> Attended:
     view = scope.view
     heads, value_dim = view.tail_keys.shape[0], view.tail_values.shape[2]
     tokens = queries.shape[1]
@@ -123,8 +141,7 @@ def _attend_tile(queries: Tensor, open_mask: Tensor, sink_logits: Tensor | None,
     state = _begin(rows, value_dim, sink_logits, tokens)
     if view.anchors is not None:
         _anchor_tile(rows, state, scope)
-    for run in view.runs:
-        _run_tile(rows, run.on(rows.device), state, scope)
+    walk(rows, state, scope)
     _tail_tile(rows, open_mask, state, scope)
     if _is_rotated(view):
         state.output = spread(state.output)
