@@ -251,7 +251,7 @@ def test_what_it_refuses_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     for forced, backend in (("reference", attention_torch), ("torch", attention_torch), ("avx2", attention_native)):
         monkeypatch.setenv("QKV_KERNELS", forced)
         assert attention.choose(asked) is backend
-    assert [row.name for row in attention.status()] == ["native", "torch"]
+    assert [row.name for row in attention.status()] == ["native", "triton", "torch"]
 
 
 def test_scratch_is_small() -> None:
