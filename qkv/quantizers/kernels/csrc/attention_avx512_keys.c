@@ -78,7 +78,7 @@ INLINE void transpose_codes(const struct qkv_tile *tile, ptrdiff_t first, int64_
             for (int i = 0; i < 16; ++i) {
                 ptrdiff_t token = whole || first + i < last ? first + i : last;
                 x[i] = _mm512_maskz_loadu_epi8(mask, codes + token * stride + at);
-                _mm_prefetch(ahead + at * 16 + 64 * i, _MM_HINT_T0);
+                _mm_prefetch(ahead + at * 16 + 64 * i, _MM_HINT_T1);
             }
             transpose16(x);
         } else {
@@ -89,7 +89,7 @@ INLINE void transpose_codes(const struct qkv_tile *tile, ptrdiff_t first, int64_
                 const uint8_t *high = codes + (whole || other < last ? other : last) * stride + at;
                 x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8((__mmask32)mask, low)),
                                           _mm256_maskz_loadu_epi8((__mmask32)mask, high), 1);
-                _mm_prefetch(ahead + at * 16 + 64 * i, _MM_HINT_T0);
+                _mm_prefetch(ahead + at * 16 + 64 * i, _MM_HINT_T1);
             }
             transpose8(x);
         }
@@ -212,7 +212,7 @@ INLINE ptrdiff_t transpose_halves(const struct qkv_tile *tile, ptrdiff_t first, 
         for (int i = 0; i < 16; ++i) {
             ptrdiff_t from = (first + i < last ? first + i : last) * tile->stride[QKV_KEYS] + 2 * at;
             x[i] = _mm512_maskz_loadu_epi16(mask, tile->codes[QKV_KEYS] + from);
-            _mm_prefetch((const char *)tile->ahead[QKV_KEYS] + from, _MM_HINT_T0);
+            _mm_prefetch((const char *)tile->ahead[QKV_KEYS] + from, _MM_HINT_T1);
         }
         transpose16(x);
         QKV_UNROLL
@@ -232,7 +232,7 @@ INLINE ptrdiff_t transpose_floats(const struct qkv_tile *tile, ptrdiff_t first, 
             ptrdiff_t from = (first + i < last ? first + i : last) * tile->stride[QKV_KEYS] + size * at;
             const uint8_t *keys = tile->codes[QKV_KEYS] + from;
             x[i] = _mm512_castps_si512(load_floats(keys, side->dtype, first_lanes(dim - at)));
-            _mm_prefetch((const char *)tile->ahead[QKV_KEYS] + from, _MM_HINT_T0);
+            _mm_prefetch((const char *)tile->ahead[QKV_KEYS] + from, _MM_HINT_T1);
         }
         transpose16(x);
         QKV_UNROLL

@@ -50,7 +50,7 @@ INLINE void interleave(const struct qkv_tile *tile, ptrdiff_t at, int64_t codec,
         for (int i = 0; i < 4; ++i)
             four[i] = whole ? _mm_loadu_si128((const void *)(codes + (t + i) * stride))
                             : _mm_maskz_loadu_epi8(mask, codes + (t + i < last ? t + i : last) * stride);
-        _mm_prefetch(ahead, _MM_HINT_T0);
+        _mm_prefetch(ahead, _MM_HINT_T1);
         __m512i bytes = _mm512_castsi128_si512(four[0]);
         bytes = _mm512_inserti32x4(bytes, four[1], 1);
         bytes = _mm512_inserti32x4(bytes, four[2], 2);
