@@ -52,7 +52,8 @@ INLINE void cut(const float *x, ptrdiff_t width, int count, __m512i order, int c
                 __m512i digit = d ? _mm512_srai_epi32(_mm512_slli_epi32(left, 24), 24) : left;
                 left = _mm512_srai_epi32(_mm512_sub_epi32(left, digit), 8);
                 sums[d] = _mm512_add_epi32(sums[d], digit);
-                bytes[d] = _mm512_inserti32x4(bytes[d], _mm512_cvtepi32_epi8(digit), j);
+                __mmask16 quarter = (__mmask16)(15 << 4 * j); /* not an immediate, which j is only once unrolled */
+                bytes[d] = _mm512_mask_broadcast_i32x4(bytes[d], quarter, _mm512_cvtepi32_epi8(digit));
             }
         }
         QKV_UNROLL
