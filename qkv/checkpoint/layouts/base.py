@@ -106,6 +106,12 @@ class Layout(ABC):
     turns_conv1d: bool = False
     """Whether the weight of a ``Conv1D`` is stored transposed and only the model tells that it is."""
 
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)  # in another process, too
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     def check(self, settings: Settings) -> None:
         """Raise QkvError for settings that this layout cannot hold, before any weight is read."""
         return
