@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qkv.cache.retention import Window
+from qkv.integration.compat import cache_argument
 from qkv.memory.footprint import footprint
 from tests.helpers import FAMILIES, prompt, tiny
 
@@ -56,7 +57,7 @@ def test_is_what_the_cache_of_transformers_holds(family: str, context: int) -> N
     model = tiny(family, dtype=torch.bfloat16)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(prompt(context, batch=2), cache=cache)
+        model(prompt(context, batch=2), **{cache_argument(model): cache})
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert footprint(model, context=context, batch=2).kv_nbytes == held
 
