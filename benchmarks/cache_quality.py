@@ -162,6 +162,7 @@ def warm(model: Any, ids: Tensor, cache: KVCache, length: int) -> None:
 
 
 def main() -> None:
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from qkv.quantizers.kernels import native
 from tests.helpers import tiny
 
 settings.register_profile(
@@ -28,6 +29,17 @@ settings.load_profile("qkv")
 def one_thread() -> None:
     """Two workers on two cores: more threads only wait for each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=native.LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set of the native library that this processor has, in turn."""
+    before = native.level()
+    if native.set_level(request.param) != request.param:
+        native.set_level(before)
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    native.set_level(before)
 
 
 @pytest.fixture(scope="session")

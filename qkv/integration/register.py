@@ -34,6 +34,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """The trigger's own spec with our loader; None for every other module."""
         if fullname != _TRIGGER:
             return None
         if self._asking:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,16 +32,6 @@ OUTPUT_STEP = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**
 """Rounding of the output itself, relative."""
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-4, torch.float16: 3e-4}
 """Of probabilities, and of outputs relative to the largest: 24 and 16 bits of the small operand."""
-
-
-@pytest.fixture(params=native.LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = native.level()
-    if native.set_level(request.param) != request.param:
-        native.set_level(before)
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    native.set_level(before)
 
 
 def filled(

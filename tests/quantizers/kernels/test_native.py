@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,16 +36,6 @@ FAST = {
     ("portable", "int4"): 1e-6,
     ("portable", "int8"): 1e-6,
 }
-
-
-@pytest.fixture(params=native.LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = native.level()
-    if native.set_level(request.param) != request.param:
-        native.set_level(before)
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    native.set_level(before)
 
 
 @dataclass
