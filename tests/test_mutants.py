@@ -358,7 +358,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
 ]
 
 
-@pytest.mark.parametrize("law", {law for _, law in MUTANTS}, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("law", dict.fromkeys(law for _, law in MUTANTS), ids=lambda law: law.__name__)
 def test_the_law_holds(law: Callable[[], None]) -> None:
     law()
 
