@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
+
+from qkv.quantizers.kernels.stamp import stamp
 
 EXACT: Final = os.environ.get("QKV_EXACT", "0") not in ("", "0")
 LEVELS: Final = ("portable", "avx2", "avx512")
@@ -53,10 +56,24 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"{path.name} does not load ({error}); reinstall: pip install --force-reinstall --no-deps qkv"
+    if _is_stale(library):
+        stale = f"{path.name} is stale, built from other C files than those beside it: rebuild with pip install -e ."
+        warnings.warn(f"qkv does without its native library: {stale}", stacklevel=2)
+        return None, stale
     _declare(library)
     library.qkv_set_parallel(_parallel_address())
     _set_level(library, wanted if wanted in LEVELS else LEVELS[-1])
     return library, None
+
+
+def _is_stale(library: ctypes.CDLL) -> bool:
+    """Whether the C files are there to compare and are others: what is called may be missing or mean another thing."""
+    wanted = stamp(Path(__file__).parent / "csrc")
+    try:
+        library.qkv_stamp.restype = ctypes.c_uint64
+    except AttributeError:  # built before libraries were stamped
+        return True
+    return wanted is not None and wanted != library.qkv_stamp()
 
 
 def _set_level(library: ctypes.CDLL, name: str) -> str:

@@ -25,6 +25,12 @@ const float qkv_nf4_midpoints[24] = {
 typedef void (*parallel_function)(void (*)(void *), void *, unsigned, unsigned);
 static parallel_function run_parallel;
 
+/* What the loader compares with the C files beside it; setup.py computes it from those it compiles. */
+#ifndef QKV_STAMP
+#define QKV_STAMP 0
+#endif
+QKV_EXPORT uint64_t qkv_stamp(void) { return QKV_STAMP; }
+
 QKV_EXPORT void qkv_set_parallel(void *function) { memcpy(&run_parallel, &function, sizeof function); }
 
 struct loop {
