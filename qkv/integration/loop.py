@@ -13,12 +13,13 @@ from torch import Tensor
 from qkv.errors import QkvError
 from qkv.integration.draft import Draft
 from qkv.integration.length.base import Length, Outcome
+from qkv.integration.sampling import reads_are_cheap
 from qkv.integration.sources.base import Source
 from qkv.integration.sources.model import vocab_size
 from qkv.integration.stats import DecodeStats
 from qkv.integration.upload import upload
 from qkv.integration.verify import Frame
-from qkv.integration.walk import Row, reads_are_cheap, walk
+from qkv.integration.walk import Row, walk
 
 
 class _Seconds(NamedTuple):

@@ -41,6 +41,23 @@ def coin(seed: int, position: int, device: torch.device) -> Tensor:
     return torch.rand((), generator=generator, device=device)
 
 
+def reads_are_cheap(device: torch.device) -> bool:
+    """Whether the host may look at single numbers: elsewhere each look waits for the device."""
+    return device.type == "cpu"
+
+
+def largest(scores: Tensor) -> Tensor:
+    """Index of the largest of ``[..., vocabulary]``, of equal ones the first: int64 ``[...]``.
+
+    On a CPU numpy finds it: torch takes 5 times as long in float32, 25 times in bfloat16, which for the 16 tokens of
+    a verify call is 3% of a step of SmolLM2.
+    """
+    if not reads_are_cheap(scores.device):
+        return scores.argmax(-1)
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    return torch.as_tensor(wide.detach().numpy().argmax(-1))
+
+
 def choose(scores: Tensor, seed: int | None, position: int, stream: int = CHOICE) -> Tensor:
     """The token at a position: argmax of scores plus noise, which is a sample of their softmax.
 
@@ -56,7 +73,7 @@ def choose(scores: Tensor, seed: int | None, position: int, stream: int = CHOICE
     """
     if seed is not None:
         scores = scores + gumbel(seed, stream, position, scores.shape[-1], scores.device).to(scores.dtype)
-    return scores.argmax(-1)
+    return largest(scores)
 
 
 def accept_probability(p: Tensor, q: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv.integration.draft import Draft
-from qkv.integration.sampling import CHOICE, DRAFT, choose, reject_or_keep
+from qkv.integration.sampling import CHOICE, DRAFT, choose, largest, reads_are_cheap, reject_or_keep
 from qkv.integration.upload import upload
 
 
@@ -151,11 +151,6 @@ def walk(rows: Sequence[Row], drafts: Sequence[Draft], logits: Tensor) -> list[l
     return [_emit(row, path) for row, path in zip(rows, paths, strict=True)]
 
 
-def reads_are_cheap(device: torch.device) -> bool:
-    """Whether the host may look at single numbers: elsewhere each look waits for the device."""
-    return device.type == "cpu"
-
-
 def _emit(row: Row, path: list[int]) -> list[int]:
     for count, token in enumerate(path, 1):
         row.emit(token)
@@ -184,7 +179,7 @@ def _path_by_steps(row: Row, draft: Draft, logits: Tensor) -> list[int]:
 def _paths_at_once(rows: Sequence[Row], drafts: Sequence[Draft], logits: Tensor) -> list[list[int]]:
     """The same for chains, with one wait for the device: every position is chosen, then all are read."""
     if all(row.is_plain for row in rows):
-        chosen = logits.argmax(-1)
+        chosen = largest(logits)
     else:
         chosen = torch.nn.utils.rnn.pad_sequence(list(map(_choices, rows, drafts, logits)), batch_first=True)
     drafted = torch.cat([draft.tokens for draft in drafts])

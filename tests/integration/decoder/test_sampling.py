@@ -17,6 +17,7 @@ from qkv.integration.sampling import (
     choose,
     gumbel,
     key_of,
+    largest,
     reject_or_keep,
     residual,
 )
@@ -33,6 +34,17 @@ def test_noise_is_a_function_of_seed_stream_and_position() -> None:
     state = torch.get_rng_state()
     gumbel(3, 0, 7, 64, CPU)
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_largest_is_that_of_torch(dtype: torch.dtype) -> None:
+    scores = torch.randn(5, 7, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[1] = scores[1].round()  # ties
+    scores[2, :, 50:] = -torch.inf
+    scores[3, 2] = -torch.inf
+    scores[4, 1, 100] = torch.nan
+    assert torch.equal(largest(scores), scores.argmax(-1))
+    assert torch.equal(largest(scores[0, 0]), scores[0, 0].argmax(-1))
 
 
 def chi_square(counts: Tensor, p: Tensor) -> float:
