@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 from statistics import median_low
 from typing import Final
 
@@ -11,6 +12,7 @@ from qkv.integration.draft import Draft
 from qkv.integration.length.base import Outcome
 from qkv.integration.length.costs import Costs
 from qkv.integration.length.record import Record
+from qkv.integration.length.worth import Worth
 
 BLOCKS: Final = (4, 8, 12, 16, 24, 32, 48, 64)
 """Tokens of a verify call, the last committed one included, that nearly free drafts are cut to: few sizes, so that
@@ -23,11 +25,16 @@ FREE: Final = 0.02
 
 
 class Adaptive:
-    """Maximise tokens a second: ``(1 + a_1 + a_1 a_2 + … ) / (v(k + 1) + k d)`` over k, 0 included.
+    """As few seconds as may be for the whole text: of all k, 0 included, that with the largest
+
+    ``(1 + a_1 + a_1 a_2 + … ) - r (v(k + 1) + k d) + a_1 … a_{k+1} h``
 
     ``a_i`` is the running acceptance at depth i of drafts of the same confidence, ``v(n)`` the measured cost of
-    verifying n tokens, ``d`` that of drafting one; both are medians. Where no k pays, it probes now and then, at
-    doubling distances. Formula: Leviathan et al., arXiv 2211.17192, with v measured in place of 1.
+    verifying n tokens, ``d`` that of drafting one, both medians in steps of one token; ``r`` the tokens that the cost
+    of such a step buys on this text, and ``h`` the value of the choice that comes next where all were right: a Markov
+    decision process of average reward, whose values are learnt on the way. So a doubtful draft stays short where
+    copying is quick, since what is cut off is drafted again with more confidence. Where no k pays, it probes
+    now and then, at doubling distances. The expected number of tokens: Leviathan et al., arXiv 2211.17192.
 
     Args:
         most: tokens a step at most.
@@ -41,7 +48,7 @@ class Adaptive:
             raise QkvError(f"an adaptive length of at most {most} tokens never drafts; use source='none'")
         self.most = most
         self.costs = Costs()
-        self._record = Record()
+        self._record, self._worth = Record(), Worth()
         self._draft_costs: deque[float] = deque(maxlen=5)
         self._confidence = 0
         self._wait, self._idle = LEAST_WAIT, 0
@@ -67,6 +74,8 @@ class Adaptive:
         longest = max(outcome.drafts, default=0)
         if longest and self.costs.one:
             self._draft_costs.append(outcome.draft_seconds / longest / self.costs.one)
+        cost = self.costs.relative(outcome.verified) + outcome.draft_seconds / (self.costs.one or 1.0)
+        self._worth.update(1 + sum(outcome.accepted) / len(outcome.accepted), cost)
         if any(outcome.accepted):
             self._wait = max(LEAST_WAIT, self._wait // 2)
         for drafted, accepted, confidence in zip(outcome.drafts, outcome.accepted, outcome.confidences, strict=True):
@@ -79,15 +88,18 @@ class Adaptive:
         return bool(self._draft_costs) and median_low(self._draft_costs) < FREE
 
     def _choose(self, confidence: int, limit: int, draft_cost: float) -> int:
-        best, rate, tokens, survival = 0, 1.0, 1.0, 1.0
-        for count, acceptance in enumerate(self._record.acceptances(confidence, limit), 1):
-            survival *= acceptance
+        best, value, tokens, survival = 0, -inf, 0.0, 1.0
+        for count, acceptance in enumerate(self._record.acceptances(confidence, limit + 1)):
             tokens += survival
-            if draft_cost < FREE and count + 1 not in BLOCKS and count < limit:
+            survival *= acceptance
+            if draft_cost < FREE and count and count + 1 not in BLOCKS and count < limit:
                 continue
-            found = tokens / (self.costs.relative(count + 1) + count * draft_cost)
-            if found > rate:
-                best, rate = count, found
+            found = tokens - self._worth.rate * (self.costs.relative(count + 1) + count * draft_cost)
+            if confidence and count:  # what was not tried is worth less than the values say
+                found += survival * self._worth.ahead(confidence + count + 1)
+            if found > value:
+                best, value = count, found
+        self._worth.remember(confidence, value)
         return best or (min(limit, PROBE) if limit and self._is_due() else 0)
 
     def _is_due(self) -> bool:

@@ -34,7 +34,7 @@ class Record:
                 prior = min(MOST, 1 - CHANCE / (confidence + depth))
             else:
                 prior = found[-1] if found else UNKNOWN
-            key = _key(confidence, depth)
+            key = kind_of(confidence, depth)
             tested, right = self._tested.get(key, 0.0), self._right.get(key, 0.0)
             found.append((right + PRIOR_WEIGHT * prior) / (tested + PRIOR_WEIGHT))
         return found
@@ -42,13 +42,13 @@ class Record:
     def update(self, confidence: int, drafted: int, accepted: int) -> None:
         """One draft; the token after the last accepted one was tested too."""
         for depth in range(min(drafted, accepted + 1)):
-            key = _key(confidence, depth)
+            key = kind_of(confidence, depth)
             self._tested[key] = DECAY * self._tested.get(key, 0.0) + 1
             self._right[key] = DECAY * self._right.get(key, 0.0) + (depth < accepted)
 
 
-def _key(confidence: int, depth: int) -> tuple[bool, int]:
-    """Agreements of 1, 2, 3 apart, then two classes a doubling, up to 32."""
+def kind_of(confidence: int, depth: int) -> tuple[bool, int]:
+    """The class a drafted token is counted in. Agreements of 1, 2, 3 apart, then two classes a doubling, up to 32."""
     if not confidence:
         return False, depth
     agreement = min(confidence + depth, 32)

@@ -11,7 +11,7 @@ from qkv.integration.walk import Row
 
 @runtime_checkable
 class Source(Protocol):
-    """Proposes how each row goes on; keeps a state a row, which follows from the row's tokens alone.
+    """Proposes how each row goes on; keeps a state a row, which knows nothing of the other rows.
 
     One object serves one generation at a time.
     """

@@ -22,6 +22,7 @@ class Index:
         self._longest, self._candidates = longest, candidates
         self._ids: list[int] = []
         self._places: dict[tuple[int, ...], list[int]] = {}
+        self._distance: int | None = None
 
     def extend(self, ids: Sequence[int]) -> None:
         """Take in the tokens that are new."""
@@ -34,7 +35,8 @@ class Index:
     def match(self) -> tuple[int, int]:
         """Where the text went on after the longest match of its end; and the match's length.
 
-        Of places with equal matches it is one whose next token most of them share, the most recent of these.
+        Of places with equal matches it is the next one after where was copied from last, as a text that is copied
+        with changes goes on behind the change; else one whose next token most of them share, the latest of these.
         """
         ids = self._ids
         for shortest in (2, 1):
@@ -44,14 +46,24 @@ class Index:
             return 0, 0
         lengths = {at: self._common(at, shortest) for at in reversed(places[-self._candidates :])}
         longest = max(lengths.values())
-        best = [at for at, length in lengths.items() if length == longest]
-        following = Counter(ids[at] for at in best)
-        return max(best, key=lambda at: following[ids[at]]), longest
+        at = self._pick([at for at, length in lengths.items() if length == longest])
+        if longest > 1:
+            self._distance = len(ids) - at
+        return at, longest
 
     def follow(self, at: int, num_tokens: int) -> list[int]:
         """Tokens from ``at`` on; past the end of the text, as if it repeated itself."""
         period = len(self._ids) - at
         return [self._ids[at + step % period] for step in range(num_tokens)]
+
+    def _pick(self, places: list[int]) -> int:
+        ids = self._ids
+        if self._distance is not None:
+            due = len(ids) - self._distance
+            if later := [at for at in places if at >= due]:
+                return min(later)
+        following = Counter(ids[at] for at in places)
+        return max(places, key=lambda at: following[ids[at]])
 
     def _common(self, at: int, length: int) -> int:
         """Tokens before ``at`` that are those of the end; ``length`` of them are known to be."""
@@ -73,7 +85,7 @@ class Lookup:
         QkvError: lengths that are no lengths.
     """
 
-    def __init__(self, shortest: int = 1, longest: int = 32, candidates: int = 32) -> None:
+    def __init__(self, shortest: int = 1, longest: int = 32, candidates: int = 128) -> None:
         if not 1 <= shortest <= longest or candidates < 1:
             raise QkvError(f"lookup of {shortest} to {longest} tokens among {candidates} places: give 1 <= shortest")
         self.shortest, self.longest, self.candidates = shortest, longest, candidates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import statistics
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from qkv.integration.length.adaptive import BLOCKS
 from qkv.integration.length.costs import Costs
 from qkv.integration.length.record import Record
 from qkv.integration.sources import Lookup, ModelSource, NGram, Source, make_source
+from qkv.integration.sources.lookup import Index
 from qkv.integration.sources.model import check_vocabulary
 from qkv.integration.walk import Row
 from tests.helpers import prompt, tiny
@@ -56,15 +58,26 @@ def test_lookup_takes_what_most_places_share() -> None:
     assert looked_up([1, 7, 9, 9, 1, 8, 4, 1], 2) == [8, 4]
 
 
-def test_lookup_index_grows_with_the_row() -> None:
-    generator = torch.Generator().manual_seed(0)
-    row = Row(torch.randint(4, (5,), generator=generator))
-    source = Lookup()
+def test_lookup_goes_on_behind_a_change() -> None:
+    """A passage copied with a word changed: of equal places the one after where was copied from, not the latest."""
+    passage = [1, 2, 3, 4, 60, 5, 6, 7, 8]
+    source, row = Lookup(), Row(torch.tensor([*passage, 50, 5, 9, 51, 5, 9, 52, 2, 3]))
     source.begin([row])
-    for _ in range(60):
-        assert source.draft([row], [6])[0].tokens.tolist() == looked_up(row.ids, 6)
-        for token in torch.randint(4, (3,), generator=generator).tolist():
-            row.emit(token)
+    assert source.draft([row], [4])[0].tokens.tolist() == [4, 60, 5, 6]
+    for token in (4, 61, 5):
+        row.emit(token)
+    assert source.draft([row], [3])[0].tokens.tolist() == [6, 7, 8]
+    assert looked_up(row.ids, 3) == [9, 52, 2], "had nothing been copied"
+
+
+def test_lookup_index_grows_with_the_row() -> None:
+    ids = torch.randint(4, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    grown = Index(32, 128)
+    for end in range(0, 201, 3):
+        grown.extend(ids[:end])
+        at_once = Index(32, 128)
+        at_once.extend(ids[:end])
+        assert copy.deepcopy(grown).match() == at_once.match()
 
 
 def test_ngram_backs_off_and_prefers_the_newest_of_equals(tmp_path: Path) -> None:
@@ -172,6 +185,21 @@ def test_adaptive_is_not_misled_by_spikes() -> None:
     number = itertools.count()
     submitted = lasting(Adaptive(), 12, lambda n: (1 + 0.02 * n) * (4 if next(number) % 7 == 3 else 1), 80)
     assert statistics.median(submitted[40:]) in (11, 15)
+
+
+def test_adaptive_keeps_a_doubtful_draft_short_where_copying_is_quick() -> None:
+    """The time of a long draft is worth what it buys on this text; what is cut off is drafted again."""
+    quick, slow = Adaptive(), Adaptive()
+
+    def cost(n: int) -> float:
+        return 1 + 0.02 * max(0, n - 4)
+
+    lasting(quick, 63, cost, 30, confidence=40)
+    for verified in (4, 8, 12, 16, *[1] * 30):
+        drafted = verified - 1
+        slow.update(Outcome((drafted,), (0,), (0,), verified, 1e-6 * drafted, cost(verified)))
+    doubtful = Draft.chain(range(15), confidence=1)
+    assert quick.keep(doubtful) == 3 and slow.keep(doubtful) >= 11
 
 
 def test_costs_are_medians_and_one_row_stands_apart() -> None:
