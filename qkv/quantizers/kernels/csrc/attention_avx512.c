@@ -94,6 +94,24 @@ TARGET static void weigh(struct qkv_worker *w, ptrdiff_t tokens)
     }
 }
 
+TARGET static void scores(struct qkv_worker *w, const struct qkv_tile *tile)
+{
+    if (tile->side[QKV_KEYS].codec == QKV_EXACT) qkv_attention_avx512_score_exact(w, tile);
+    else qkv_attention_avx512_score_codes(w, tile);
+}
+
+TARGET static void values(struct qkv_worker *w, const struct qkv_tile *tile)
+{
+    for (ptrdiff_t r = 0; r < w->rows; ++r) {
+        float *output = w->output + r * w->value_width;
+        const __m512 shrink = _mm512_set1_ps(w->shrink[r]);
+        for (ptrdiff_t i = 0; w->shrink[r] != 1.0f && i < w->value_width; i += 16)
+            _mm512_store_ps(output + i, _mm512_mul_ps(_mm512_load_ps(output + i), shrink));
+    }
+    if (tile->side[QKV_VALUES].codec == QKV_EXACT) qkv_attention_avx512_add_exact(w, tile);
+    else qkv_attention_avx512_add_codes(w, tile);
+}
+
 TARGET static void finish(const struct qkv_worker *w, const struct qkv_side *values, float *to)
 {
     ptrdiff_t each = values->codec == QKV_EXACT ? 1 : qkv_codes_a_byte(values->codec), dim = values->dim;
@@ -106,7 +124,7 @@ TARGET static void finish(const struct qkv_worker *w, const struct qkv_side *val
 }
 
 const struct qkv_attention_ops qkv_attention_avx512 = {
-    room_bytes, qkv_attention_avx512_prepare, qkv_attention_avx512_scores, cap, weigh, qkv_attention_avx512_values, finish,
+    room_bytes, qkv_attention_avx512_prepare, scores, cap, weigh, values, finish,
 };
 
 #endif

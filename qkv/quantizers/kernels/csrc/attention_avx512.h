@@ -7,11 +7,12 @@
 
 /* What the ops table does not name: the two halves of a tile. */
 void qkv_attention_avx512_prepare(struct qkv_worker *w, const struct qkv_side *keys);
-void qkv_attention_avx512_scores(struct qkv_worker *w, const struct qkv_tile *tile);
-void qkv_attention_avx512_values(struct qkv_worker *w, const struct qkv_tile *tile);
+void qkv_attention_avx512_score_codes(struct qkv_worker *w, const struct qkv_tile *tile);
+void qkv_attention_avx512_score_exact(struct qkv_worker *w, const struct qkv_tile *tile);
+void qkv_attention_avx512_add_codes(struct qkv_worker *w, const struct qkv_tile *tile);
+void qkv_attention_avx512_add_exact(struct qkv_worker *w, const struct qkv_tile *tile);
 
 /* ---- digits ---- */
-
 
 struct digits {
     float step, sum;    /* value of the last digit's unit; sum of the values */
@@ -28,49 +29,48 @@ INLINE __m512i byte_order(int64_t codec)
 
 QKV_INLINE int center_of(int64_t codec) { return codec == QKV_CODE4 ? 8 : codec == QKV_CODE2 ? 2 : 128; }
 
-/* x, `width` a multiple of 64, to `count` planes of bytes `plane` apart, the highest digit first. */
-INLINE void cut(const float *x, ptrdiff_t width, int count, __m512i order, int center, int8_t *to, ptrdiff_t plane,
-                struct digits *digits)
+INLINE __m512 larger(__m512 highest, __m512 x) { return _mm512_max_ps(highest, _mm512_abs_ps(x)); }
+
+/* x, `width` a multiple of 64 and at most `most` large, to digits, the highest first: `count` times 64 bytes for
+ * each 64 numbers, and those of the next 64 `chunk` bytes on. */
+INLINE void cut(const float *x, ptrdiff_t width, float most, int count, __m512i order, int center, int8_t *to,
+                ptrdiff_t chunk, struct digits *digits)
 {
-    const __m512 sign = _mm512_set1_ps(-0.0f);
-    __m512 highest = _mm512_setzero_ps(), total = _mm512_setzero_ps();
-    for (ptrdiff_t i = 0; i < width; i += 16) {
-        __m512 value = _mm512_load_ps(x + i);
-        highest = _mm512_max_ps(highest, _mm512_andnot_ps(sign, value));
-        total = _mm512_add_ps(total, value);
-    }
-    float most = _mm512_reduce_max_ps(highest), limit = count == 2 ? 32512.0f : 8323072.0f, lift = limit / most;
-    if (!(lift < 1e37f)) lift = 0.0f;
+    const float limit = count == 2 ? 32512.0f : 8323072.0f;
+    const __m512i ones = _mm512_set1_epi8(1), half = _mm512_set1_epi8((char)128), lifted = _mm512_set1_epi32(0x808080);
+    const __m512i every_fourth = _mm512_set_epi8(
+        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 124, 120, 116, 112, 108,
+        104, 100, 96, 92, 88, 84, 80, 76, 72, 68, 64, 60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0);
+    float lift = limit / most;
+    if (!(lift < 1e37f)) lift = most = 0.0f;
     __m512i sums[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
     for (ptrdiff_t i = 0; i < width; i += 64) {
-        __m512i bytes[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+        __m512i whole[4]; /* each digit a byte, 128 too large */
         QKV_UNROLL
         for (int j = 0; j < 4; ++j) {
-            __m512i left = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(x + i + 16 * j), _mm512_set1_ps(lift)));
-            QKV_UNROLL
-            for (int d = count - 1; d >= 0; --d) {
-                __m512i digit = d ? _mm512_srai_epi32(_mm512_slli_epi32(left, 24), 24) : left;
-                left = _mm512_srai_epi32(_mm512_sub_epi32(left, digit), 8);
-                sums[d] = _mm512_add_epi32(sums[d], digit);
-                __mmask16 quarter = (__mmask16)(15 << 4 * j); /* not an immediate, which j is only once unrolled */
-                bytes[d] = _mm512_mask_broadcast_i32x4(bytes[d], quarter, _mm512_cvtepi32_epi8(digit));
-            }
+            __m512 value = _mm512_mul_ps(_mm512_load_ps(x + i + 16 * j), _mm512_set1_ps(lift));
+            whole[j] = _mm512_add_epi32(_mm512_cvtps_epi32(value), lifted);
         }
         QKV_UNROLL
-        for (int d = 0; d < count; ++d)
-            _mm512_store_si512(to + d * plane + i, _mm512_permutexvar_epi8(order, bytes[d]));
+        for (int d = 0; d < count; ++d) {
+            __m512i pick = _mm512_add_epi8(every_fourth, _mm512_set1_epi8((char)(count - 1 - d)));
+            __m512i low = _mm512_permutex2var_epi8(whole[0], pick, whole[1]);
+            __m512i high = _mm512_permutex2var_epi8(whole[2], pick, whole[3]);
+            __m512i bytes = _mm512_xor_si512(_mm512_shuffle_i64x2(low, high, 0x44), half);
+            sums[d] = _mm512_dpbusd_epi32(sums[d], ones, bytes);
+            _mm512_store_si512(to + i / 64 * chunk + d * 64, _mm512_permutexvar_epi8(order, bytes));
+        }
     }
-    digits->step = lift > 0.0f ? 1.0f / lift : 0.0f;
-    digits->sum = _mm512_reduce_add_ps(total);
+    digits->step = most * (1.0f / limit);
     QKV_UNROLL
     for (int d = 0; d < count; ++d) digits->init[d] = -center * _mm512_reduce_add_epi32(sums[d]);
 }
 
-TARGET static inline void cut_digits(const float *x, ptrdiff_t width, int count, __m512i order, int center, int8_t *to,
-                                     ptrdiff_t plane, struct digits *digits)
+TARGET static inline void cut_digits(const float *x, ptrdiff_t width, float most, int count, __m512i order, int center,
+                                     int8_t *to, ptrdiff_t chunk, struct digits *digits)
 {
-    if (count == 2) cut(x, width, 2, order, center, to, plane, digits);
-    else cut(x, width, 3, order, center, to, plane, digits);
+    if (count == 2) cut(x, width, most, 2, order, center, to, chunk, digits);
+    else cut(x, width, most, 3, order, center, to, chunk, digits);
 }
 
 /* ---- the room ---- */
@@ -78,10 +78,10 @@ TARGET static inline void cut_digits(const float *x, ptrdiff_t width, int count,
 struct room {
     struct digits *keys;   /* [rows, segments] */
     struct digits *values; /* [rows, segments] */
-    int8_t *key_digits;    /* [rows, segments, digits, key_width] */
-    int8_t *value_digits;  /* [rows, segments, digits, QKV_TILE] */
+    int8_t *key_digits;    /* [segments, key_width / 64, rows, digits, 64] */
+    int8_t *value_digits;  /* [segments, rows, digits, QKV_TILE] */
     float *bias;           /* [rows, segments]: of values, what zero points add */
-    uint8_t *codes;        /* transposed codes, or exact keys, of sixteen tokens; interleaved ones of values */
+    uint8_t *codes;        /* rows whose length or number is not a whole number of vectors, padded */
     float *scale, *shift;  /* [segments, QKV_TILE], or [width] */
     float *folded;         /* [width] */
     uint16_t *halves;      /* [rows, key_width]: bf16 queries */
@@ -195,31 +195,53 @@ TARGET static inline void load_token_scales(const struct qkv_tile *tile, int par
 
 /* ---- unpacking ---- */
 
+/* Sixteen bytes of four rows side by side. */
+INLINE __m512i four_rows(const uint8_t *from, ptrdiff_t step)
+{
+    __m512i bytes = _mm512_castsi128_si512(_mm_loadu_si128((const void *)from));
+    bytes = _mm512_inserti32x4(bytes, _mm_loadu_si128((const void *)(from + step)), 1);
+    bytes = _mm512_inserti32x4(bytes, _mm_loadu_si128((const void *)(from + 2 * step)), 2);
+    return _mm512_inserti32x4(bytes, _mm_loadu_si128((const void *)(from + 3 * step)), 3);
+}
+
+/* Sixteen bytes of sixteen rows as four vectors: a lane is a row, and holds four bytes. */
+INLINE void sixteen_rows(const uint8_t *from, ptrdiff_t stride, __m512i *to)
+{
+    __m512i x[4], y[4];
+    QKV_UNROLL
+    for (int i = 0; i < 4; ++i) x[i] = four_rows(from + i * stride, 4 * stride);
+    y[0] = _mm512_unpacklo_epi32(x[0], x[1]), y[1] = _mm512_unpacklo_epi32(x[2], x[3]);
+    y[2] = _mm512_unpackhi_epi32(x[0], x[1]), y[3] = _mm512_unpackhi_epi32(x[2], x[3]);
+    to[0] = _mm512_unpacklo_epi64(y[0], y[1]), to[1] = _mm512_unpackhi_epi64(y[0], y[1]);
+    to[2] = _mm512_unpacklo_epi64(y[2], y[3]), to[3] = _mm512_unpackhi_epi64(y[2], y[3]);
+}
+
+/* Bytes [at, at + width) of rows from `first` on, as far as there are any, to rows of `width` bytes: zeros past a row's
+ * end, and the last row again past it. */
+TARGET static inline const uint8_t *stage(const struct qkv_tile *tile, int part, ptrdiff_t first, ptrdiff_t rows,
+                                          ptrdiff_t row_bytes, ptrdiff_t at, ptrdiff_t width, uint8_t *to)
+{
+    ptrdiff_t last = tile->tokens - 1;
+    for (ptrdiff_t i = 0; i < rows; ++i) {
+        const uint8_t *from = tile->codes[part] + (first + i < last ? first + i : last) * tile->stride[part];
+        for (ptrdiff_t j = 0; j < width; j += 16) {
+            ptrdiff_t left = row_bytes - at - j;
+            __mmask16 mask = left >= 16 ? 0xffff : (__mmask16)((1u << (left > 0 ? left : 0)) - 1);
+            _mm_store_si128((void *)(to + i * width + j), _mm_maskz_loadu_epi8(mask, from + at + j));
+        }
+    }
+    return to;
+}
+
 /* The levels of nf4 in three bytes, the highest first: 8388607 level + 8388608. */
 extern uint8_t qkv_attention_levels[3][16];
 
-/* Packed bytes to vectors for each code of a byte, `depth` of them for nf4, `next` apart. */
-INLINE void store_planes(__m512i bytes, int64_t codec, int depth, __m512i *to, ptrdiff_t next)
+/* Codes of four bits to their bytes, `depth` of them for nf4. */
+INLINE void look_up(__m512i codes, int64_t codec, int depth, __m512i *to)
 {
-    const __m512i nibble = _mm512_set1_epi8(15), crumb = _mm512_set1_epi8(3);
-    if (codec == QKV_CODE8) {
-        _mm512_store_si512(to, bytes);
-        return;
-    }
-    if (codec == QKV_CODE2) {
-        QKV_UNROLL
-        for (int k = 0; k < 4; ++k)
-            _mm512_store_si512(to + k * next, _mm512_and_si512(_mm512_srli_epi16(bytes, 6 - 2 * k), crumb));
-        return;
-    }
-    __m512i codes[2] = {_mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble), _mm512_and_si512(bytes, nibble)};
-    for (int k = 0; k < 2; ++k) {
-        if (codec == QKV_CODE4) _mm512_store_si512(to + k * next, codes[k]);
-        else for (int e = 0; e < depth; ++e) {
-            __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)qkv_attention_levels[e]));
-            _mm512_store_si512(to + k * next + e, _mm512_shuffle_epi8(table, codes[k]));
-        }
-    }
+    if (codec != QKV_LEVEL4) to[0] = codes;
+    else QKV_UNROLL for (int e = 0; e < depth; ++e)
+        to[e] = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)qkv_attention_levels[e])), codes);
 }
 
 INLINE __m512 load_floats(const void *from, int64_t dtype, __mmask16 mask)
@@ -238,64 +260,22 @@ QKV_INLINE ptrdiff_t lane_of(ptrdiff_t i, ptrdiff_t each) { return i / (16 * eac
 /* Bytes of an unpacked code. */
 QKV_INLINE int depth_of(int64_t codec, const struct room *room) { return codec == QKV_LEVEL4 ? room->count : 1; }
 
-/* Products of unpacked codes [from, to), in words, with R rows of digits: values in units of the last digit. Of codes
- * in several bytes, what weighs less than that digit is left out. */
-INLINE void multiply(const __m512i *codes, ptrdiff_t from, ptrdiff_t to, const int8_t *digits, ptrdiff_t row,
-                     ptrdiff_t plane, const struct digits *init, ptrdiff_t segments, __m512 *result, int R, int count,
-                     int depth)
+/* A row's digits' products as one number, in units of the last digit. Of codes in several bytes, what weighs less than
+ * that digit is left out. */
+INLINE __m512 joined(const __m512i *sums, int count, int depth)
 {
-    __m512i sums[12];
+    __m512 value = _mm512_cvtepi32_ps(sums[0]);
     QKV_UNROLL
-    for (int r = 0; r < R; ++r)
-        QKV_UNROLL
-        for (int d = 0; d < count; ++d) sums[count * r + d] = _mm512_set1_epi32(init[r * segments].init[d]);
-    for (ptrdiff_t i = from; i < to; ++i) {
-        __m512i code[3];
-        QKV_UNROLL
-        for (int e = 0; e < depth; ++e) code[e] = _mm512_load_si512(codes + depth * i + e);
-        QKV_UNROLL
-        for (int r = 0; r < R; ++r)
-            QKV_UNROLL
-            for (int d = 0; d < count; ++d) {
-                int32_t word;
-                memcpy(&word, digits + r * row + d * plane + 4 * i, sizeof word);
-                __m512i small = _mm512_set1_epi32(word);
-                QKV_UNROLL
-                for (int e = 0; e < depth; ++e)
-                    if (d + e < count)
-                        sums[count * r + d + e] = _mm512_dpbusd_epi32(sums[count * r + d + e], code[e], small);
-            }
-    }
-    QKV_UNROLL
-    for (int r = 0; r < R; ++r) {
-        __m512 value = _mm512_cvtepi32_ps(sums[count * r]);
-        QKV_UNROLL
-        for (int d = 1; d < count; ++d)
-            value = _mm512_fmadd_ps(value, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sums[count * r + d]));
-        float unit = depth == 1 ? 1.0f : depth == 2 ? 256.0f / 32767.99609375f : 65536.0f / 8388607.0f;
-        result[r] = depth == 1 ? value : _mm512_mul_ps(value, _mm512_set1_ps(unit));
-    }
+    for (int d = 1; d < count; ++d) value = _mm512_fmadd_ps(value, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sums[d]));
+    float unit = depth == 2 ? 256.0f / 32767.99609375f : 65536.0f / 8388607.0f;
+    return depth == 1 ? value : _mm512_mul_ps(value, _mm512_set1_ps(unit));
 }
 
-#define MULTIPLY(R) \
-    case R: \
-        if (count == 2 && depth == 1) multiply(codes, from, to, digits, row, plane, init, segments, result, R, 2, 1); \
-        else if (count == 2) multiply(codes, from, to, digits, row, plane, init, segments, result, R, 2, 2); \
-        else if (depth == 1) multiply(codes, from, to, digits, row, plane, init, segments, result, R, 3, 1); \
-        else multiply(codes, from, to, digits, row, plane, init, segments, result, R, 3, 3); \
-        break;
-
-/* As multiply, for 1 to 4 rows. */
-TARGET static inline void multiply_rows(const __m512i *codes, ptrdiff_t from, ptrdiff_t to, const int8_t *digits,
-                                        ptrdiff_t row, ptrdiff_t plane, const struct digits *init, ptrdiff_t segments,
-                                        __m512 *result, ptrdiff_t rows, int count, int depth)
+INLINE __m512i word_at(const int8_t *digits)
 {
-    switch (rows) {
-        MULTIPLY(1)
-        MULTIPLY(2)
-        MULTIPLY(3)
-        MULTIPLY(4)
-    }
+    int32_t word;
+    memcpy(&word, digits, sizeof word);
+    return _mm512_set1_epi32(word);
 }
 
 #endif

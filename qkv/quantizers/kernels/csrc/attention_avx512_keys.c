@@ -5,126 +5,26 @@
 
 #include "attention_avx512.h"
 
-
-/* Sixteen rows of 64 bytes, as 32-bit words, transposed. */
-INLINE void transpose16(__m512i *x)
-{
-    __m512i y[16];
-    QKV_UNROLL
-    for (int i = 0; i < 16; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    QKV_UNROLL
-    for (int i = 0; i < 16; i += 4) {
-        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-    }
-    QKV_UNROLL
-    for (int i = 0; i < 4; ++i) {
-        y[i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0x88);
-        y[4 + i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0xdd);
-        y[8 + i] = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0x88);
-        y[12 + i] = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0xdd);
-    }
-    QKV_UNROLL
-    for (int i = 0; i < 4; ++i) {
-        x[i] = _mm512_shuffle_i32x4(y[i], y[8 + i], 0x88);
-        x[8 + i] = _mm512_shuffle_i32x4(y[i], y[8 + i], 0xdd);
-        x[4 + i] = _mm512_shuffle_i32x4(y[4 + i], y[12 + i], 0x88);
-        x[12 + i] = _mm512_shuffle_i32x4(y[4 + i], y[12 + i], 0xdd);
-    }
-}
-
-/* Sixteen rows of 32 bytes, two to a vector (t and t + 4 of each eight), to eight vectors. */
-INLINE void transpose8(__m512i *x)
-{
-    __m512i y[8];
-    QKV_UNROLL
-    for (int i = 0; i < 8; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    QKV_UNROLL
-    for (int i = 0; i < 8; i += 4) {
-        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-    }
-    QKV_UNROLL
-    for (int i = 0; i < 4; ++i) y[i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0x88);
-    QKV_UNROLL
-    for (int i = 0; i < 4; ++i) x[4 + i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0xdd);
-    QKV_UNROLL
-    for (int i = 0; i < 4; ++i) x[i] = y[i];
-}
-
-/* Sixteen tokens from `first` on, transposed; what lies past the tile repeats its last token. */
-INLINE void transpose_codes(const struct qkv_tile *tile, ptrdiff_t first, int64_t codec, int depth, int whole, __m512i *to)
-{
-    ptrdiff_t bytes = tile->side[QKV_KEYS].row_bytes, last = tile->tokens - 1, stride = tile->stride[QKV_KEYS];
-    ptrdiff_t step = qkv_codes_a_byte(codec) * depth;
-    const uint8_t *codes = tile->codes[QKV_KEYS];
-    const char *ahead = (const char *)tile->ahead[QKV_KEYS] + first * stride;
-    for (ptrdiff_t at = 0; at < bytes; at += 64) {
-        __m512i x[16];
-        int words = bytes - at > 32 ? 16 : 8;
-        __mmask64 mask = bytes - at >= 64 ? ~0ull : (1ull << (bytes - at)) - 1;
-        if (words == 16) {
-            QKV_UNROLL
-            for (int i = 0; i < 16; ++i) {
-                ptrdiff_t token = whole || first + i < last ? first + i : last;
-                x[i] = _mm512_maskz_loadu_epi8(mask, codes + token * stride + at);
-                _mm_prefetch(ahead + at * 16 + 64 * i, _MM_HINT_T1);
-            }
-            transpose16(x);
-        } else {
-            QKV_UNROLL
-            for (int i = 0; i < 8; ++i) {
-                ptrdiff_t token = first + i % 4 + i / 4 * 8, other = token + 4;
-                const uint8_t *low = codes + (whole || token < last ? token : last) * stride + at;
-                const uint8_t *high = codes + (whole || other < last ? other : last) * stride + at;
-                x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8((__mmask32)mask, low)),
-                                          _mm256_maskz_loadu_epi8((__mmask32)mask, high), 1);
-                _mm_prefetch(ahead + at * 16 + 64 * i, _MM_HINT_T1);
-            }
-            transpose8(x);
-        }
-        for (int i = 0; i < words; ++i, to += step) store_planes(x[i], codec, depth, to, depth);
-    }
-}
-
-#define TRANSPOSE(codec, depth) \
-    if (whole) transpose_codes(tile, first, codec, depth, 1, to); \
-    else transpose_codes(tile, first, codec, depth, 0, to); \
-    break;
-
-TARGET static void transpose_any(const struct qkv_tile *tile, ptrdiff_t first, int depth, __m512i *to)
-{
-    int whole = tile->tokens >= first + 16;
-    switch (tile->side[QKV_KEYS].codec) {
-    case QKV_CODE8: TRANSPOSE(QKV_CODE8, 1)
-    case QKV_CODE4: TRANSPOSE(QKV_CODE4, 1)
-    case QKV_CODE2: TRANSPOSE(QKV_CODE2, 1)
-    default: TRANSPOSE(QKV_LEVEL4, depth)
-    }
-}
-
 /* The queries, where no scale is folded into them: a group of channels at a time. */
 TARGET static void prepare_groups(struct qkv_worker *w, const struct qkv_side *keys, const struct room *room)
 {
     __m512i order = byte_order(keys->codec);
-    ptrdiff_t plane = w->key_width, row = room->key_segments * room->count * plane;
+    ptrdiff_t chunk = w->rows * room->count * 64, group = w->key_width / 64 * chunk;
     for (ptrdiff_t r = 0; r < w->rows; ++r)
         for (ptrdiff_t g = 0; g < room->key_segments; ++g) {
+            struct digits *digits = room->keys + r * room->key_segments + g;
+            __m512 most = _mm512_setzero_ps(), sum = most;
             memset(room->folded, 0, (size_t)w->key_width * sizeof(float));
             memcpy(room->folded + g * keys->group, w->queries + r * w->key_width + g * keys->group,
                    (size_t)keys->group * sizeof(float));
-            cut_digits(room->folded, w->key_width, room->count, order, center_of(keys->codec),
-                       room->key_digits + r * row + g * room->count * plane, plane, room->keys + r * room->key_segments + g);
+            for (ptrdiff_t i = 0; i < w->key_width; i += 16) {
+                most = larger(most, _mm512_load_ps(room->folded + i));
+                sum = _mm512_add_ps(sum, _mm512_load_ps(room->folded + i));
+            }
+            cut_digits(room->folded, w->key_width, _mm512_reduce_max_ps(most), room->count, order, center_of(keys->codec),
+                       room->key_digits + g * group + r * room->count * 64, chunk, digits);
+            digits->step *= w->call->scale;
+            digits->sum = _mm512_reduce_add_ps(sum) * w->call->scale;
         }
 }
 
@@ -138,7 +38,7 @@ TARGET void qkv_attention_avx512_prepare(struct qkv_worker *w, const struct qkv_
     }
 }
 
-/* The scales of a tile's channels folded into the queries. */
+/* The scales of a tile's channels folded into the queries; what zero points add becomes the sum. */
 TARGET static void fold_queries(struct qkv_worker *w, const struct qkv_tile *tile, const struct room *room)
 {
     const struct qkv_side *side = tile->side + QKV_KEYS;
@@ -146,164 +46,164 @@ TARGET static void fold_queries(struct qkv_worker *w, const struct qkv_tile *til
     int center = center_of(side->codec);
     load_scales(tile->scale[0], tile->zero[0], side->dim, w->key_width, (float)center, room->scale, room->shift);
     for (ptrdiff_t r = 0; r < w->rows; ++r) {
-        __m512 bias = _mm512_setzero_ps();
+        __m512 bias = _mm512_setzero_ps(), most = bias;
         for (ptrdiff_t i = 0; i < w->key_width; i += 16) {
             __m512 value = _mm512_mul_ps(_mm512_load_ps(w->queries + r * w->key_width + i), _mm512_load_ps(room->scale + i));
-            bias = _mm512_fmadd_ps(value, _mm512_load_ps(room->shift + i), bias);
+            bias = _mm512_fmadd_ps(value, _mm512_load_ps(room->shift + i), bias); /* NaN where a scale or a query is */
+            most = larger(most, value);
             _mm512_store_ps(room->folded + i, value);
         }
-        cut_digits(room->folded, w->key_width, room->count, order, center,
-                   room->key_digits + r * room->count * w->key_width, w->key_width, room->keys + r);
-        float total = room->keys[r].sum; /* NaN where a scale or a query is, which the digits would hide */
-        room->keys[r].sum = _mm512_reduce_add_ps(bias) + (total - total);
+        cut_digits(room->folded, w->key_width, _mm512_reduce_max_ps(most), room->count, order, center,
+                   room->key_digits + r * room->count * 64, w->rows * room->count * 64, room->keys + r);
+        room->keys[r].step *= w->call->scale;
+        room->keys[r].sum = _mm512_reduce_add_ps(bias) * w->call->scale;
     }
 }
 
-TARGET static void score_codes(struct qkv_worker *w, const struct qkv_tile *tile, const struct room *room)
+/* Codes of a byte `each` apart in its digits' words. */
+INLINE void split_keys(__m512i bytes, int64_t codec, int depth, __m512i to[4][3])
 {
-    const struct qkv_side *side = tile->side + QKV_KEYS;
-    ptrdiff_t segments = room->key_segments, plane = w->key_width, row = segments * room->count * plane;
-    ptrdiff_t words = qkv_codes_a_byte(side->codec), wide = 4 * words; /* of a packed word; channels of one */
-    int depth = depth_of(side->codec, room);
-    if (side->by_token) load_token_scales(tile, QKV_KEYS, segments, room->scale, room->shift);
-    else fold_queries(w, tile, room);
-    for (ptrdiff_t first = 0; first < tile->tokens; first += 16) {
-        transpose_any(tile, first, depth, (__m512i *)room->codes);
-        for (ptrdiff_t g = 0; g < segments; ++g) {
-            ptrdiff_t low = side->by_token ? g * side->group : 0, high = side->by_token ? low + side->group : side->dim;
-            ptrdiff_t from = low / wide * words, to = (high + wide - 1) / wide * words;
-            for (ptrdiff_t r = 0; r < w->rows; r += 4) {
-                __m512 found[4];
-                ptrdiff_t rows = w->rows - r < 4 ? w->rows - r : 4;
-                const struct digits *digits = room->keys + r * segments + g;
-                multiply_rows((const __m512i *)room->codes, from, to, room->key_digits + r * row + g * room->count * plane,
-                              row, plane, digits, segments, found, rows, room->count, depth);
-                for (ptrdiff_t i = 0; i < rows; ++i) {
-                    float *score = w->scores + (r + i) * QKV_TILE + first;
-                    __m512 value = _mm512_mul_ps(found[i], _mm512_set1_ps(digits[i * segments].step));
-                    __m512 sum = _mm512_set1_ps(digits[i * segments].sum);
-                    if (side->by_token) {
-                        const float *shift = room->shift + g * QKV_TILE + first;
-                        value = _mm512_fmadd_ps(sum, _mm512_load_ps(shift), value);
-                        value = _mm512_mul_ps(value, _mm512_load_ps(room->scale + g * QKV_TILE + first));
-                        value = _mm512_add_ps(value, _mm512_sub_ps(sum, sum));
-                    } else {
-                        value = _mm512_add_ps(value, sum);
-                    }
-                    value = _mm512_mul_ps(value, _mm512_set1_ps(w->call->scale));
-                    if (g) value = _mm512_add_ps(value, _mm512_load_ps(score));
-                    _mm512_store_ps(score, value);
-                }
-            }
-        }
+    const __m512i nibble = _mm512_set1_epi8(15), crumb = _mm512_set1_epi8(3);
+    if (codec == QKV_CODE8) {
+        to[0][0] = bytes;
+    } else if (codec == QKV_CODE2) {
+        QKV_UNROLL
+        for (int k = 0; k < 4; ++k) to[k][0] = _mm512_and_si512(_mm512_srli_epi16(bytes, 6 - 2 * k), crumb);
+    } else {
+        look_up(_mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble), codec, depth, to[0]);
+        look_up(_mm512_and_si512(bytes, nibble), codec, depth, to[1]);
     }
 }
 
-/* ---- exact keys ---- */
+/* What the products of one group of channels need: pieces of sixteen bytes from `codes` on, of sixteen tokens. */
+struct stretch {
+    const uint8_t *codes;
+    ptrdiff_t stride, pieces;
+    const char *ahead;    /* what to have fetched meanwhile, as many bytes */
+    const int8_t *digits; /* of the first row: see struct room */
+    ptrdiff_t first, chunk; /* of the pieces among all; bytes to the digits of the next 64 channels */
+    const struct digits *init;
+    ptrdiff_t segments;
+};
 
-/* Sixteen tokens of 32 channels each way of a bf16 pair, transposed; returns the words. */
-INLINE ptrdiff_t transpose_halves(const struct qkv_tile *tile, ptrdiff_t first, __m512i *to)
+/* Products of R rows with sixteen tokens, in units of the last digit. */
+INLINE void multiply(const struct stretch *s, __m512 *result, int64_t codec, int R, int count)
 {
-    ptrdiff_t dim = tile->side[QKV_KEYS].dim, last = tile->tokens - 1;
-    for (ptrdiff_t at = 0; at < dim; at += 32) {
-        __m512i x[16];
-        __mmask32 mask = dim - at >= 32 ? ~0u : (1u << (dim - at)) - 1;
-        QKV_UNROLL
-        for (int i = 0; i < 16; ++i) {
-            ptrdiff_t from = (first + i < last ? first + i : last) * tile->stride[QKV_KEYS] + 2 * at;
-            x[i] = _mm512_maskz_loadu_epi16(mask, tile->codes[QKV_KEYS] + from);
-            _mm_prefetch((const char *)tile->ahead[QKV_KEYS] + from, _MM_HINT_T1);
-        }
-        transpose16(x);
-        QKV_UNROLL
-        for (int i = 0; i < 16; ++i) _mm512_store_si512(to + at / 2 + i, x[i]);
-    }
-    return (dim + 1) / 2;
-}
-
-INLINE ptrdiff_t transpose_floats(const struct qkv_tile *tile, ptrdiff_t first, __m512i *to)
-{
-    const struct qkv_side *side = tile->side + QKV_KEYS;
-    ptrdiff_t dim = side->dim, last = tile->tokens - 1, size = side->dtype == QKV_F32 ? 4 : 2;
-    for (ptrdiff_t at = 0; at < dim; at += 16) {
-        __m512i x[16];
-        QKV_UNROLL
-        for (int i = 0; i < 16; ++i) {
-            ptrdiff_t from = (first + i < last ? first + i : last) * tile->stride[QKV_KEYS] + size * at;
-            const uint8_t *keys = tile->codes[QKV_KEYS] + from;
-            x[i] = _mm512_castps_si512(load_floats(keys, side->dtype, first_lanes(dim - at)));
-            _mm_prefetch((const char *)tile->ahead[QKV_KEYS] + from, _MM_HINT_T1);
-        }
-        transpose16(x);
-        QKV_UNROLL
-        for (int i = 0; i < 16; ++i) _mm512_store_si512(to + at + i, x[i]);
-    }
-    return dim;
-}
-
-/* Two sums a row, so that one addition need not wait for the other. */
-INLINE void multiply_exact(const __m512i *keys, ptrdiff_t words, const void *queries, ptrdiff_t row, __m512 *result, int R,
-                           int halves)
-{
-    __m512 sums[4][2];
+    const int each = codec == QKV_CODE8 ? 1 : codec == QKV_CODE2 ? 4 : 2, depth = codec == QKV_LEVEL4 ? count : 1;
+    __m512i sums[4][3];
     QKV_UNROLL
-    for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-    for (ptrdiff_t i = 0; i < words; i += 2) /* widths are padded with zeros, of queries */
+    for (int r = 0; r < R; ++r)
         QKV_UNROLL
-        for (int half = 0; half < 2; ++half) {
-            __m512i key = _mm512_load_si512(keys + i + half);
+        for (int d = 0; d < count; ++d) sums[r][d] = _mm512_set1_epi32(s->init[r * s->segments].init[d]);
+    ptrdiff_t i = 0;
+    do {
+        const ptrdiff_t channel = (s->first + i) * 16 * each;
+        const int8_t *digits = s->digits + channel / 64 * s->chunk + channel % 64;
+        __m512i bytes[4];
+        sixteen_rows(s->codes + 16 * i, s->stride, bytes);
+        QKV_UNROLL
+        for (int j = 0; j < 4; ++j) {
+            __m512i codes[4][3];
+            split_keys(bytes[j], codec, depth, codes);
+            _mm_prefetch(s->ahead + 256 * i + 64 * j, _MM_HINT_T1);
             QKV_UNROLL
-            for (int r = 0; r < R; ++r) {
-                __m512i word = _mm512_set1_epi32(((const int32_t *)queries)[r * row + i + half]);
-                sums[r][half] = halves ? _mm512_dpbf16_ps(sums[r][half], (__m512bh)key, (__m512bh)word)
-                                       : _mm512_fmadd_ps(_mm512_castsi512_ps(key), _mm512_castsi512_ps(word), sums[r][half]);
-            }
+            for (int k = 0; k < each; ++k)
+                QKV_UNROLL
+                for (int r = 0; r < R; ++r)
+                    QKV_UNROLL
+                    for (int d = 0; d < count; ++d) {
+                        __m512i word = word_at(digits + (r * count + d) * 64 + 4 * (j * each + k));
+                        QKV_UNROLL
+                        for (int e = 0; e < depth; ++e)
+                            if (d + e < count) sums[r][d + e] = _mm512_dpbusd_epi32(sums[r][d + e], codes[k][e], word);
+                    }
         }
+    } while (++i < s->pieces);
     QKV_UNROLL
-    for (int r = 0; r < R; ++r) result[r] = _mm512_add_ps(sums[r][0], sums[r][1]);
+    for (int r = 0; r < R; ++r) result[r] = joined(sums[r], count, depth);
 }
 
-#define MULTIPLY_EXACT(R) \
+#define MULTIPLY_ROWS(codec, R) \
     case R: \
-        if (halves) multiply_exact(keys, words, queries, row, result, R, 1); \
-        else multiply_exact(keys, words, queries, row, result, R, 0); \
+        if (count == 2) multiply(s, result, codec, R, 2); \
+        else multiply(s, result, codec, R, 3); \
         break;
 
-TARGET static void multiply_exact_rows(const __m512i *keys, ptrdiff_t words, const void *queries, ptrdiff_t row,
-                                       __m512 *result, ptrdiff_t rows, int halves)
-{
-    switch (rows) {
-        MULTIPLY_EXACT(1)
-        MULTIPLY_EXACT(2)
-        MULTIPLY_EXACT(3)
-        MULTIPLY_EXACT(4)
+#define MULTIPLY(codec, name) \
+    TARGET static void multiply_##name(const struct stretch *s, __m512 *result, ptrdiff_t rows, int count) \
+    { \
+        switch (rows) { \
+            MULTIPLY_ROWS(codec, 1) \
+            MULTIPLY_ROWS(codec, 2) \
+            MULTIPLY_ROWS(codec, 3) \
+            MULTIPLY_ROWS(codec, 4) \
+        } \
     }
+
+MULTIPLY(QKV_CODE8, code8)
+MULTIPLY(QKV_CODE4, code4)
+MULTIPLY(QKV_CODE2, code2)
+MULTIPLY(QKV_LEVEL4, level4)
+
+typedef void (*multiplier)(const struct stretch *s, __m512 *result, ptrdiff_t rows, int count);
+
+static multiplier multiplier_of(int64_t codec)
+{
+    return codec == QKV_CODE8 ? multiply_code8 : codec == QKV_CODE4 ? multiply_code4
+         : codec == QKV_CODE2 ? multiply_code2 : multiply_level4;
 }
 
-TARGET static void score_exact(struct qkv_worker *w, const struct qkv_tile *tile, const struct room *room)
+/* Adds the scores of group `g` for up to four rows and sixteen tokens. */
+TARGET static void score_group(struct qkv_worker *w, const struct qkv_side *side, const struct room *room,
+                               struct stretch *s, multiplier multiply_any, ptrdiff_t first, ptrdiff_t r, ptrdiff_t g)
 {
-    int halves = tile->side[QKV_KEYS].dtype == QKV_BF16 && w->bf16_queries;
-    ptrdiff_t row = halves ? w->key_width / 2 : w->key_width;
-    const int32_t *queries = halves ? (const int32_t *)room->halves : (const int32_t *)w->queries;
-    __m512i *keys = (__m512i *)room->codes;
-    for (ptrdiff_t first = 0; first < tile->tokens; first += 16) {
-        ptrdiff_t words = halves ? transpose_halves(tile, first, keys) : transpose_floats(tile, first, keys);
-        for (ptrdiff_t r = 0; r < w->rows; r += 4) {
-            __m512 found[4];
-            ptrdiff_t rows = w->rows - r < 4 ? w->rows - r : 4;
-            multiply_exact_rows(keys, words, queries + r * row, row, found, rows, halves);
-            for (ptrdiff_t i = 0; i < rows; ++i)
-                _mm512_store_ps(w->scores + (r + i) * QKV_TILE + first,
-                                _mm512_mul_ps(found[i], _mm512_set1_ps(w->call->scale)));
+    ptrdiff_t rows = w->rows - r < 4 ? w->rows - r : 4, segments = room->key_segments;
+    const struct digits *digits = room->keys + r * segments + g;
+    __m512 found[4];
+    s->init = digits, s->segments = segments;
+    multiply_any(s, found, rows, room->count);
+    for (ptrdiff_t i = 0; i < rows; ++i) {
+        float *score = w->scores + (r + i) * QKV_TILE + first;
+        __m512 step = _mm512_set1_ps(digits[i * segments].step), sum = _mm512_set1_ps(digits[i * segments].sum);
+        if (side->by_token) {
+            sum = _mm512_mul_ps(sum, _mm512_load_ps(room->shift + g * QKV_TILE + first));
+            __m512 value = _mm512_fmadd_ps(found[i], step, sum);
+            sum = g ? _mm512_load_ps(score) : _mm512_setzero_ps();
+            _mm512_store_ps(score, _mm512_fmadd_ps(value, _mm512_load_ps(room->scale + g * QKV_TILE + first), sum));
+        } else {
+            _mm512_store_ps(score, _mm512_fmadd_ps(found[i], step, sum));
         }
     }
 }
 
-TARGET void qkv_attention_avx512_scores(struct qkv_worker *w, const struct qkv_tile *tile)
+TARGET void qkv_attention_avx512_score_codes(struct qkv_worker *w, const struct qkv_tile *tile)
 {
     struct room room = furnished(w);
-    if (tile->side[QKV_KEYS].codec == QKV_EXACT) score_exact(w, tile, &room);
-    else score_codes(w, tile, &room);
+    const struct qkv_side *side = tile->side + QKV_KEYS;
+    ptrdiff_t segments = room.key_segments, each = qkv_codes_a_byte(side->codec);
+    ptrdiff_t padded = (side->row_bytes + 15) / 16 * 16, channels = 16 * each; /* of a piece */
+    struct stretch s = {.chunk = w->rows * room.count * 64};
+    multiplier multiply_any = multiplier_of(side->codec);
+    if (side->by_token) load_token_scales(tile, QKV_KEYS, segments, room.scale, room.shift);
+    else fold_queries(w, tile, &room);
+    for (ptrdiff_t first = 0; first < tile->tokens; first += 16) {
+        const uint8_t *codes = tile->codes[QKV_KEYS] + first * tile->stride[QKV_KEYS];
+        s.stride = tile->stride[QKV_KEYS];
+        if (padded != side->row_bytes || tile->tokens < first + 16) {
+            codes = stage(tile, QKV_KEYS, first, 16, side->row_bytes, 0, padded, room.codes);
+            s.stride = padded;
+        }
+        for (ptrdiff_t g = 0; g < segments; ++g) {
+            ptrdiff_t low = side->by_token ? g * side->group : 0, high = side->by_token ? low + side->group : side->dim;
+            ptrdiff_t piece = low / channels;
+            s.codes = codes + 16 * piece, s.first = piece, s.pieces = (high + channels - 1) / channels - piece;
+            s.ahead = (const char *)tile->ahead[QKV_KEYS] + first * side->row_bytes + 256 * piece;
+            for (ptrdiff_t r = 0; r < w->rows; r += 4) {
+                s.digits = room.key_digits + g * (w->key_width / 64) * s.chunk + r * room.count * 64;
+                score_group(w, side, &room, &s, multiply_any, first, r, g);
+            }
+        }
+    }
 }
 
 #endif
