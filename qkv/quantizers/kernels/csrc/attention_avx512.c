@@ -65,32 +65,50 @@ TARGET static void cap(struct qkv_worker *w, ptrdiff_t tokens)
         }
 }
 
-TARGET static void weigh(struct qkv_worker *w, ptrdiff_t tokens)
+/* R rows, tokens in four vectors each. */
+INLINE void weigh_rows(struct qkv_worker *w, ptrdiff_t tokens, ptrdiff_t r, int R)
 {
     const __m512 lowest = _mm512_set1_ps(-__builtin_inff());
-    for (ptrdiff_t r = 0; r < w->rows; ++r) {
-        float *scores = w->scores + r * QKV_TILE;
-        __m512 x[4], highest = _mm512_set1_ps(w->peak[r]), sum = _mm512_setzero_ps(), square = sum;
+    __m512 x[4][4], highest[4], sum[4], square[4];
+    QKV_UNROLL
+    for (int k = 0; k < 4; ++k) {
+        highest[k] = lowest, sum[k] = square[k] = _mm512_setzero_ps();
+        QKV_UNROLL
+        for (int i = 0; k < R && i < 4; ++i) {
+            x[k][i] = _mm512_mask_loadu_ps(lowest, first_lanes(tokens - 16 * i), w->scores + (r + k) * QKV_TILE + 16 * i);
+            highest[k] = _mm512_max_ps(x[k][i], highest[k]); /* in this order NaN does not pass */
+        }
+    }
+    __m128 before = _mm_load_ps(w->peak + r), peak = _mm_max_ps(most_of_four(highest), before);
+    __m128 shrink = _mm512_castps512_ps128(exponential(_mm512_castps128_ps512(_mm_sub_ps(before, peak))));
+    _mm_store_ps(w->peak + r, peak);
+    QKV_UNROLL
+    for (int k = 0; k < R; ++k) {
+        __m512 level = _mm512_set1_ps(w->peak[r + k]);
         QKV_UNROLL
         for (int i = 0; i < 4; ++i) {
-            x[i] = _mm512_mask_loadu_ps(lowest, first_lanes(tokens - 16 * i), scores + 16 * i);
-            highest = _mm512_max_ps(x[i], highest);
+            __m512 p = exponential(_mm512_sub_ps(x[k][i], level)); /* past the tokens e^-inf, which is 0 */
+            sum[k] = _mm512_add_ps(sum[k], p);
+            square[k] = _mm512_fmadd_ps(p, p, square[k]);
+            _mm512_store_ps(w->scores + (r + k) * QKV_TILE + 16 * i, p);
         }
-        float peak = _mm512_reduce_max_ps(highest);
-        QKV_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            x[i] = exponential(_mm512_sub_ps(x[i], _mm512_set1_ps(peak)));
-            x[i] = _mm512_maskz_mov_ps(first_lanes(tokens - 16 * i), x[i]);
-            sum = _mm512_add_ps(sum, x[i]);
-            square = _mm512_fmadd_ps(x[i], x[i], square);
-            _mm512_store_ps(scores + 16 * i, x[i]);
+    }
+    __m128 sums = sum_of_four(sum);
+    _mm_store_ps(w->shrink + r, shrink);
+    _mm_store_ps(w->sum + r, sums);
+    _mm_store_ps(w->square + r, sum_of_four(square));
+    _mm_store_ps(w->total + r, _mm_fmadd_ps(_mm_load_ps(w->total + r), shrink, sums));
+}
+
+TARGET static void weigh(struct qkv_worker *w, ptrdiff_t tokens)
+{
+    for (ptrdiff_t r = 0; r < w->rows; r += 4) {
+        switch (w->rows - r) {
+        case 1: weigh_rows(w, tokens, r, 1); break;
+        case 2: weigh_rows(w, tokens, r, 2); break;
+        case 3: weigh_rows(w, tokens, r, 3); break;
+        default: weigh_rows(w, tokens, r, 4);
         }
-        float shrink = peak == w->peak[r] ? 1.0f : qkv_exp(w->peak[r] - peak);
-        w->shrink[r] = shrink;
-        w->sum[r] = _mm512_reduce_add_ps(sum);
-        w->square[r] = w->call->mass ? _mm512_reduce_add_ps(square) : 0.0f;
-        w->total[r] = w->total[r] * shrink + w->sum[r];
-        w->peak[r] = peak;
     }
 }
 

@@ -1,9 +1,9 @@
-/* Shared by the AVX-512 files of attention: digits, the room they lie in, scales, unpacked codes, their products. */
+/* Shared by the AVX-512 files of attention: the room they work in, scales, rows of codes, products. */
 #ifndef QKV_ATTENTION_AVX512_H
 #define QKV_ATTENTION_AVX512_H
 
 #include "attention.h"
-#include "avx512.h"
+#include "attention_avx512_digits.h"
 
 /* What the ops table does not name: the two halves of a tile. */
 void qkv_attention_avx512_prepare(struct qkv_worker *w, const struct qkv_side *keys);
@@ -12,78 +12,16 @@ void qkv_attention_avx512_score_exact(struct qkv_worker *w, const struct qkv_til
 void qkv_attention_avx512_add_codes(struct qkv_worker *w, const struct qkv_tile *tile);
 void qkv_attention_avx512_add_exact(struct qkv_worker *w, const struct qkv_tile *tile);
 
-/* ---- digits ---- */
-
-struct digits {
-    float step, sum;    /* value of the last digit's unit; sum of the values */
-    int32_t init[3];    /* what centring adds to each digit's products */
-};
-
-/* The order in which the bytes of a row of keys come out of transposed codes, for each 64 channels; by codes a byte. */
-extern uint8_t qkv_attention_orders[5][64];
-
-INLINE __m512i byte_order(int64_t codec)
-{
-    return _mm512_loadu_si512(qkv_attention_orders[qkv_codes_a_byte(codec)]);
-}
-
-QKV_INLINE int center_of(int64_t codec) { return codec == QKV_CODE4 ? 8 : codec == QKV_CODE2 ? 2 : 128; }
-
-INLINE __m512 larger(__m512 highest, __m512 x) { return _mm512_max_ps(highest, _mm512_abs_ps(x)); }
-
-/* x, `width` a multiple of 64 and at most `most` large, to digits, the highest first: `count` times 64 bytes for
- * each 64 numbers, and those of the next 64 `chunk` bytes on. */
-INLINE void cut(const float *x, ptrdiff_t width, float most, int count, __m512i order, int center, int8_t *to,
-                ptrdiff_t chunk, struct digits *digits)
-{
-    const float limit = count == 2 ? 32512.0f : 8323072.0f;
-    const __m512i ones = _mm512_set1_epi8(1), half = _mm512_set1_epi8((char)128), lifted = _mm512_set1_epi32(0x808080);
-    const __m512i every_fourth = _mm512_set_epi8(
-        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 124, 120, 116, 112, 108,
-        104, 100, 96, 92, 88, 84, 80, 76, 72, 68, 64, 60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0);
-    float lift = limit / most;
-    if (!(lift < 1e37f)) lift = most = 0.0f;
-    __m512i sums[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
-    for (ptrdiff_t i = 0; i < width; i += 64) {
-        __m512i whole[4]; /* each digit a byte, 128 too large */
-        QKV_UNROLL
-        for (int j = 0; j < 4; ++j) {
-            __m512 value = _mm512_mul_ps(_mm512_load_ps(x + i + 16 * j), _mm512_set1_ps(lift));
-            whole[j] = _mm512_add_epi32(_mm512_cvtps_epi32(value), lifted);
-        }
-        QKV_UNROLL
-        for (int d = 0; d < count; ++d) {
-            __m512i pick = _mm512_add_epi8(every_fourth, _mm512_set1_epi8((char)(count - 1 - d)));
-            __m512i low = _mm512_permutex2var_epi8(whole[0], pick, whole[1]);
-            __m512i high = _mm512_permutex2var_epi8(whole[2], pick, whole[3]);
-            __m512i bytes = _mm512_xor_si512(_mm512_shuffle_i64x2(low, high, 0x44), half);
-            sums[d] = _mm512_dpbusd_epi32(sums[d], ones, bytes);
-            _mm512_store_si512(to + i / 64 * chunk + d * 64, _mm512_permutexvar_epi8(order, bytes));
-        }
-    }
-    digits->step = most * (1.0f / limit);
-    QKV_UNROLL
-    for (int d = 0; d < count; ++d) digits->init[d] = -center * _mm512_reduce_add_epi32(sums[d]);
-}
-
-TARGET static inline void cut_digits(const float *x, ptrdiff_t width, float most, int count, __m512i order, int center,
-                                     int8_t *to, ptrdiff_t chunk, struct digits *digits)
-{
-    if (count == 2) cut(x, width, most, 2, order, center, to, chunk, digits);
-    else cut(x, width, most, 3, order, center, to, chunk, digits);
-}
-
 /* ---- the room ---- */
 
 struct room {
-    struct digits *keys;   /* [rows, segments] */
-    struct digits *values; /* [rows, segments] */
+    struct digits *keys;   /* [rows / 4, segments] */
+    struct digits *values; /* [rows / 4, segments] */
     int8_t *key_digits;    /* [segments, key_width / 64, rows, digits, 64] */
     int8_t *value_digits;  /* [segments, rows, digits, QKV_TILE] */
-    float *bias;           /* [rows, segments]: of values, what zero points add */
     uint8_t *codes;        /* rows whose length or number is not a whole number of vectors, padded */
     float *scale, *shift;  /* [segments, QKV_TILE], or [width] */
-    float *folded;         /* [width] */
+    float *folded;         /* [4, width or QKV_TILE] */
     uint16_t *halves;      /* [rows, key_width]: bf16 queries */
     ptrdiff_t key_segments, value_segments, widest;
     int count; /* digits */
@@ -103,18 +41,20 @@ static inline ptrdiff_t furnish(const struct qkv_worker *w, struct room *room, c
     room->value_segments = segments(side + QKV_VALUES);
     room->widest = w->key_width > w->value_width ? w->key_width : w->value_width;
     ptrdiff_t most = room->key_segments > room->value_segments ? room->key_segments : room->value_segments;
-    room->keys = carve(&at, w->rows * room->key_segments * (ptrdiff_t)sizeof(struct digits));
-    room->values = carve(&at, w->rows * room->value_segments * (ptrdiff_t)sizeof(struct digits));
+    room->keys = carve(&at, (w->rows + 3) / 4 * room->key_segments * (ptrdiff_t)sizeof(struct digits));
+    room->values = carve(&at, (w->rows + 3) / 4 * room->value_segments * (ptrdiff_t)sizeof(struct digits));
     room->key_digits = carve(&at, w->rows * room->key_segments * room->count * w->key_width);
     room->value_digits = carve(&at, w->rows * room->value_segments * room->count * QKV_TILE);
-    room->bias = carve(&at, w->rows * room->value_segments * 4);
     room->codes = carve(&at, 64 * (room->widest > 96 ? room->widest : 96));
     room->scale = carve(&at, (most * QKV_TILE > room->widest ? most * QKV_TILE : room->widest) * 4);
     room->shift = carve(&at, (most * QKV_TILE > room->widest ? most * QKV_TILE : room->widest) * 4);
-    room->folded = carve(&at, (room->widest > QKV_TILE ? room->widest : QKV_TILE) * 4);
+    room->folded = carve(&at, (room->widest > QKV_TILE ? room->widest : QKV_TILE) * 16);
     room->halves = carve(&at, w->rows * w->key_width * 2);
     return at - first;
 }
+
+/* Rows from `r` on, up to four. */
+static inline ptrdiff_t rows_from(const struct qkv_worker *w, ptrdiff_t r) { return w->rows - r < 4 ? w->rows - r : 4; }
 
 static inline struct room furnished(const struct qkv_worker *w)
 {

@@ -5,34 +5,40 @@
 
 #include "attention_avx512.h"
 
-/* Probabilities times the scales of their tokens, cut into digits; for each group what its zero points add. */
+/* Rows of probabilities times the scales of their tokens, cut into digits; what zero points add becomes the bias. */
+INLINE void fold_rows(struct qkv_worker *w, const struct room *room, const struct qkv_side *side, ptrdiff_t r, ptrdiff_t g,
+                      int R, int count)
+{
+    const float *weights = w->scores + r * QKV_TILE, *scale = room->scale + g * QKV_TILE, *shift = room->shift + g * QKV_TILE;
+    struct digits *digits = room->values + r / 4 * room->value_segments + g;
+    __m512 most[4], bias[4];
+    QKV_UNROLL
+    for (int k = 0; k < 4; ++k) {
+        most[k] = bias[k] = _mm512_setzero_ps();
+        QKV_UNROLL
+        for (int i = 0; k < R && i < QKV_TILE; i += 16) {
+            __m512 value = _mm512_load_ps(weights + k * QKV_TILE + i);
+            if (side->by_token) {
+                value = _mm512_mul_ps(value, _mm512_load_ps(scale + i));
+                bias[k] = _mm512_fmadd_ps(value, _mm512_load_ps(shift + i), bias[k]); /* NaN stays */
+                _mm512_store_ps(room->folded + k * QKV_TILE + i, value);
+            }
+            most[k] = larger(most[k], value);
+        }
+    }
+    _mm_storeu_ps(digits->bias, sum_of_four(bias));
+    cut(side->by_token ? room->folded : weights, QKV_TILE, QKV_TILE, most_of_four(most), NULL, center_of(side->codec),
+        room->value_digits + (g * w->rows + r) * count * QKV_TILE, 0, digits, R, count);
+}
+
 TARGET static void fold_probabilities(struct qkv_worker *w, const struct qkv_tile *tile, const struct room *room)
 {
     const struct qkv_side *side = tile->side + QKV_VALUES;
-    ptrdiff_t groups = room->value_segments;
-    __m512i straight = byte_order(QKV_CODE8);
-    int center = center_of(side->codec);
-    if (side->by_token) load_token_scales(tile, QKV_VALUES, groups, room->scale, room->shift);
-    for (ptrdiff_t r = 0; r < w->rows; ++r)
-        for (ptrdiff_t g = 0; g < groups; ++g) {
-            ptrdiff_t at = r * groups + g;
-            const float *weights = w->scores + r * QKV_TILE;
-            __m512 most = _mm512_setzero_ps(), bias = most;
-            QKV_UNROLL
-            for (int i = 0; i < QKV_TILE; i += 16) {
-                __m512 value = _mm512_load_ps(weights + i);
-                if (side->by_token) {
-                    value = _mm512_mul_ps(value, _mm512_load_ps(room->scale + g * QKV_TILE + i));
-                    bias = _mm512_fmadd_ps(value, _mm512_load_ps(room->shift + g * QKV_TILE + i), bias); /* NaN stays */
-                    _mm512_store_ps(room->folded + i, value);
-                }
-                most = larger(most, value);
-            }
-            if (side->by_token) weights = room->folded;
-            room->bias[at] = _mm512_reduce_add_ps(bias);
-            cut_digits(weights, QKV_TILE, _mm512_reduce_max_ps(most), room->count, straight, center,
-                       room->value_digits + (g * w->rows + r) * room->count * QKV_TILE, 0, room->values + at);
-        }
+    const int count = room->count;
+    if (side->by_token) load_token_scales(tile, QKV_VALUES, room->value_segments, room->scale, room->shift);
+    for (ptrdiff_t r = 0; r < w->rows; r += 4)
+        for (ptrdiff_t g = 0; g < room->value_segments; ++g)
+            FOR_ROWS(fold_rows, rows_from(w, r), w, room, side, r, g)
 }
 
 /* Sixteen bytes of four tokens, so that a lane holds a byte of each. */
@@ -69,21 +75,34 @@ struct column {
     ptrdiff_t stride, quads; /* quads: tokens, four at a time */
     const char *ahead;       /* what to have fetched meanwhile, as many bytes */
     int part;
-    const int8_t *digits;    /* of the first row */
-    const struct digits *init;
-    ptrdiff_t segments;
+    const int8_t *bytes;     /* of the digits of the first row */
+    const struct digits *digits;
+    const float *scale, *shift, *sums; /* of the channels, and the rows' probabilities'; NULL: they are in the digits */
+    float *output;                     /* of the first row */
+    ptrdiff_t width;                   /* from one row's output to the next */
+    __mmask16 masks[2];                /* the channels to add to */
 };
 
-/* Sums of the tokens' codes for R rows, in units of the last digit. */
-INLINE void gather(const struct column *c, __m512 found[4][2], int64_t codec, int R, int count)
+/* Adds a vector of channels to a row's output. */
+INLINE void add_row(const struct column *c, __m512 value, int r, int k)
+{
+    float *to = c->output + r * c->width + 16 * k;
+    __m512 bias = _mm512_set1_ps(c->digits->bias[r]);
+    if (c->shift) bias = _mm512_mul_ps(_mm512_load_ps(c->shift + 16 * k), _mm512_set1_ps(c->sums[r]));
+    value = _mm512_fmadd_ps(value, _mm512_set1_ps(c->digits->step[r]), bias);
+    if (c->scale) value = _mm512_mul_ps(value, _mm512_load_ps(c->scale + 16 * k));
+    _mm512_mask_storeu_ps(to, c->masks[k], _mm512_add_ps(_mm512_load_ps(to), value));
+}
+
+/* Adds the sums of the tokens' codes to the outputs of R rows. */
+INLINE void gather(const struct column *c, int64_t codec, int R, int count)
 {
     const int depth = codec == QKV_LEVEL4 ? count : 1;
     __m512i sums[4][2][3];
     QKV_UNROLL
     for (int r = 0; r < R; ++r)
         QKV_UNROLL
-        for (int d = 0; d < count; ++d)
-            sums[r][0][d] = sums[r][1][d] = _mm512_set1_epi32(c->init[r * c->segments].init[d]);
+        for (int d = 0; d < count; ++d) sums[r][0][d] = sums[r][1][d] = _mm512_set1_epi32(c->digits->init[d][r]);
     ptrdiff_t i = 0;
     do {
         __m512i codes[2][3];
@@ -94,7 +113,7 @@ INLINE void gather(const struct column *c, __m512 found[4][2], int64_t codec, in
         for (int r = 0; r < R; ++r)
             QKV_UNROLL
             for (int d = 0; d < count; ++d) {
-                __m512i word = word_at(c->digits + (r * count + d) * QKV_TILE + 4 * i);
+                __m512i word = word_at(c->bytes + (r * count + d) * QKV_TILE + 4 * i);
                 QKV_UNROLL
                 for (int k = 0; k < 2; ++k)
                     QKV_UNROLL
@@ -105,32 +124,18 @@ INLINE void gather(const struct column *c, __m512 found[4][2], int64_t codec, in
     QKV_UNROLL
     for (int r = 0; r < R; ++r)
         QKV_UNROLL
-        for (int k = 0; k < 2; ++k) found[r][k] = joined(sums[r][k], count, depth);
+        for (int k = 0; k < 2; ++k) add_row(c, joined(sums[r][k], count, depth), r, k);
 }
 
-#define GATHER_ROWS(codec, R) \
-    case R: \
-        if (count == 2) gather(c, found, codec, R, 2); \
-        else gather(c, found, codec, R, 3); \
-        break;
-
 #define GATHER(codec, name) \
-    TARGET static void gather_##name(const struct column *c, __m512 found[4][2], ptrdiff_t rows, int count) \
-    { \
-        switch (rows) { \
-            GATHER_ROWS(codec, 1) \
-            GATHER_ROWS(codec, 2) \
-            GATHER_ROWS(codec, 3) \
-            GATHER_ROWS(codec, 4) \
-        } \
-    }
+    TARGET static void name(const struct column *c, ptrdiff_t rows, int count) { FOR_ROWS(gather, rows, c, codec) }
 
-GATHER(QKV_CODE8, code8)
-GATHER(QKV_CODE4, code4)
-GATHER(QKV_CODE2, code2)
-GATHER(QKV_LEVEL4, level4)
+GATHER(QKV_CODE8, gather_code8)
+GATHER(QKV_CODE4, gather_code4)
+GATHER(QKV_CODE2, gather_code2)
+GATHER(QKV_LEVEL4, gather_level4)
 
-typedef void (*gatherer)(const struct column *c, __m512 found[4][2], ptrdiff_t rows, int count);
+typedef void (*gatherer)(const struct column *c, ptrdiff_t rows, int count);
 
 static gatherer gatherer_of(int64_t codec)
 {
@@ -147,28 +152,6 @@ INLINE __mmask16 lanes_of(ptrdiff_t g, ptrdiff_t group, ptrdiff_t first, ptrdiff
     return (__mmask16)(first_lanes(high) & ~first_lanes(low));
 }
 
-/* Adds group `g` of two vectors of channels, `first` + `step` * lane and the `next` ones, to up to four rows' outputs. */
-TARGET static void add_group(struct qkv_worker *w, const struct room *room, int by_token, const __m512 found[4][2],
-                             const __mmask16 *masks, ptrdiff_t lane, ptrdiff_t r, ptrdiff_t g)
-{
-    for (ptrdiff_t i = r; i < r + 4 && i < w->rows; ++i) {
-        ptrdiff_t at = i * room->value_segments + g;
-        __m512 step = _mm512_set1_ps(room->values[at].step), bias = _mm512_set1_ps(room->bias[at]);
-        QKV_UNROLL
-        for (int k = 0; k < 2; ++k) {
-            float *to = w->output + i * w->value_width + lane + 16 * k;
-            __m512 value = _mm512_mul_ps(found[i - r][k], step);
-            if (by_token) {
-                value = _mm512_add_ps(value, bias);
-            } else {
-                value = _mm512_fmadd_ps(_mm512_load_ps(room->shift + lane + 16 * k), _mm512_set1_ps(w->sum[i]), value);
-                value = _mm512_mul_ps(value, _mm512_load_ps(room->scale + lane + 16 * k));
-            }
-            _mm512_mask_storeu_ps(to, masks[k], _mm512_add_ps(_mm512_load_ps(to), value));
-        }
-    }
-}
-
 /* A channel's scale to where the channel's output is. */
 TARGET static void order_scales(const struct qkv_worker *w, const struct qkv_tile *tile, const struct room *room)
 {
@@ -183,22 +166,22 @@ TARGET static void order_scales(const struct qkv_worker *w, const struct qkv_til
     }
 }
 
-/* Adds the channels of a column to the outputs of all rows, group by group. */
+/* Adds the channels of a column, the first from byte `at`, to the outputs of all rows, group by group. */
 TARGET static void add_column(struct qkv_worker *w, const struct qkv_side *side, const struct room *room, struct column *c,
-                              gatherer gather_any, ptrdiff_t at)
+                              ptrdiff_t at)
 {
-    ptrdiff_t each = qkv_codes_a_byte(side->codec), groups = room->value_segments;
+    ptrdiff_t each = qkv_codes_a_byte(side->codec), groups = room->value_segments, lane = at * each + 32 * c->part;
     ptrdiff_t group = side->by_token ? side->group : side->dim;
     ptrdiff_t first = at * each + 2 * c->part, next = each == 1 ? 16 : 1, last = first + 15 * each + next;
+    gatherer gather_any = gatherer_of(side->codec);
+    if (!side->by_token) c->scale = room->scale + lane, c->shift = room->shift + lane;
     for (ptrdiff_t g = first / group; g <= last / group && g < groups; ++g) {
-        const __mmask16 masks[2] = {lanes_of(g, group, first, each), lanes_of(g, group, first + next, each)};
+        c->masks[0] = lanes_of(g, group, first, each), c->masks[1] = lanes_of(g, group, first + next, each);
         for (ptrdiff_t r = 0; r < w->rows; r += 4) {
-            __m512 found[4][2];
-            ptrdiff_t rows = w->rows - r < 4 ? w->rows - r : 4;
-            c->digits = room->value_digits + (g * w->rows + r) * room->count * QKV_TILE;
-            c->init = room->values + r * groups + g, c->segments = groups;
-            gather_any(c, found, rows, room->count);
-            add_group(w, room, side->by_token, found, masks, at * each + 32 * c->part, r, g);
+            c->bytes = room->value_digits + (g * w->rows + r) * room->count * QKV_TILE;
+            c->digits = room->values + r / 4 * groups + g, c->sums = w->sum + r;
+            c->output = w->output + r * w->value_width + lane;
+            gather_any(c, rows_from(w, r), room->count);
         }
     }
 }
@@ -208,18 +191,16 @@ TARGET void qkv_attention_avx512_add_codes(struct qkv_worker *w, const struct qk
     struct room room = furnished(w);
     const struct qkv_side *side = tile->side + QKV_VALUES;
     ptrdiff_t bytes = bytes_of_pair(side->codec), quads = (tile->tokens + 3) / 4;
-    gatherer gather_any = gatherer_of(side->codec);
     fold_probabilities(w, tile, &room);
     if (!side->by_token) order_scales(w, tile, &room);
     for (ptrdiff_t at = 0; at < side->row_bytes; at += bytes) {
-        struct column c = {.codes = tile->codes[QKV_VALUES] + at, .stride = tile->stride[QKV_VALUES], .quads = quads};
-        c.ahead = (const char *)tile->ahead[QKV_VALUES] + at * tile->tokens;
+        struct column c = {.stride = tile->stride[QKV_VALUES], .quads = quads, .width = w->value_width};
+        c.codes = tile->codes[QKV_VALUES] + at, c.ahead = (const char *)tile->ahead[QKV_VALUES] + at * tile->tokens;
         if (tile->tokens % 4 || at + bytes > side->row_bytes) {
             c.codes = stage(tile, QKV_VALUES, 0, 4 * quads, side->row_bytes, at, bytes, room.codes);
             c.stride = bytes;
         }
-        for (c.part = 0; c.part < (side->codec == QKV_CODE2 ? 2 : 1); ++c.part)
-            add_column(w, side, &room, &c, gather_any, at);
+        for (c.part = 0; c.part < (side->codec == QKV_CODE2 ? 2 : 1); ++c.part) add_column(w, side, &room, &c, at);
     }
 }
 
