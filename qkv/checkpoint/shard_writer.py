@@ -14,7 +14,7 @@ from qkv.checkpoint.source import Source
 from qkv.checkpoint.syncing import Syncer
 from qkv.checkpoint.writer import StreamWriter
 
-ROWS_NBYTES = 4 * 10**6
+ROWS_NBYTES = 2 * 10**6
 """Rows are read, worked on and written in pieces of about this size: what fits a processor's cache and stays with
 the allocator, whose fresh memory costs more than the work."""
 

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from qkv.checkpoint.writer import StreamWriter
 
-SYNC_NBYTES = 32 * 10**6
+SYNC_NBYTES = 16 * 10**6
 """After so many new bytes they are put on the disk: what a crash can lose of a file, twice at most."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from qkv.integration.compat import checkpoint_renamer
 from qkv.integration.select import Target, select
@@ -126,7 +127,7 @@ def build_skeleton(directory: Path) -> nn.Module:
     """The model of a folder's config.json on the meta device, which takes no memory."""
     import transformers
 
-    with warnings.catch_warnings(), torch.device("meta"):
+    with warnings.catch_warnings(), torch.device("meta"), _Uninitialized():
         warnings.simplefilter("ignore")
         config: Any = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if hasattr(config, "quantization_config"):
@@ -136,6 +137,15 @@ def build_skeleton(directory: Path) -> nn.Module:
         if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
             return model_class(config)  # type: ignore[no-any-return]
         return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+
+
+class _Uninitialized(TorchFunctionMode):
+    """Leaves weights as they are: on the meta device, random numbers take most of the time and change nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def _has_matrix(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from qkv.checkpoint.header import DTYPES
 from qkv.checkpoint.source import Source
 from qkv.errors import CheckpointError
+from qkv.quantizers.kernels import native
 
 INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -175,12 +176,31 @@ def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
     refused(tmp_path, f"{SHARDS[1]} is truncated")
 
 
-def test_a_shard_cut_after_opening_is_noticed(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(64)}, tmp_path / "model.safetensors")
+@pytest.mark.parametrize("library", ["with the native library", "without"])
+def test_what_is_read_and_what_is_not_there_any_more(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library == "without":
+        monkeypatch.setattr(native, "_reason", "not here")
+    weight = torch.arange(10**6, dtype=torch.float32)  # several helpings of 256 kB, the last one short
+    save_file({"a": torch.ones(3), "w": weight}, tmp_path / "model.safetensors")
     source = Source.open(tmp_path)
-    os.truncate(tmp_path / "model.safetensors", 100)
+    assert same(source.read("w"), weight) and same(source.read_rows("w", 77, 999_999), weight[77:-1])
+    os.truncate(tmp_path / "model.safetensors", 3_999_999)
     with pytest.raises(CheckpointError, match="cut short"):
         source.read("w")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        source.read("w")
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+def test_an_error_of_the_system_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=tmp_path.name):
+        native.read_file(tmp_path, 0, torch.empty(3))
+    (tmp_path / "file").write_bytes(bytes(12))
+    with pytest.raises(OSError, match=r"Invalid argument.*file"):
+        native.read_file(tmp_path / "file", -1, torch.empty(3))
 
 
 # huggingface/transformers#47176, #46913, diffusers#14175, kekzl/imp#1612: weight_map is attacker text.

@@ -92,6 +92,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.qkv_quantize.argtypes = [_POINTER] * 4 + [_SIZE] * 3 + [_INT] * 5
     library.qkv_decode_scale.argtypes = [_POINTER] * 4 + [ctypes.c_float, _POINTER, _SIZE]
     library.qkv_decode_scale.restype = None
+    if os.name == "posix":
+        library.qkv_read_file.argtypes = [_INT, ctypes.c_int64, _POINTER, _SIZE, _INT]
     library.qkv_read.argtypes = [_POINTER, _SIZE, _INT]
     library.qkv_read.restype = ctypes.c_uint64
 
@@ -228,6 +230,27 @@ def quantize(
         torch.get_num_threads(),
     )
     return None if not_finite else (codes, scale, zero)
+
+
+def read_file(path: Path, offset: int, into: Tensor) -> bool:
+    """Fill ``into`` with the bytes of a file from ``offset`` on, on the threads of torch; POSIX only.
+
+    Args:
+        into: a contiguous tensor on the CPU, of any dtype.
+
+    Returns:
+        Whether the file has so many bytes.
+
+    Raises:
+        OSError: what the system says.
+    """
+    with path.open("rb", buffering=0) as file:
+        error = _library.qkv_read_file(  # type: ignore[union-attr]
+            file.fileno(), offset, into.data_ptr(), into.nbytes, torch.get_num_threads()
+        )
+    if error > 0:
+        raise OSError(error, os.strerror(error), str(path))
+    return not error
 
 
 def decode_scale(codes: Tensor, values: Tensor, absmax: Tensor, offset: Tensor, limit: float) -> Tensor:
