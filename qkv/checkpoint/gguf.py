@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qkv.checkpoint.destination import Destination
+from qkv.checkpoint.gguf_header import gguf_items, is_gguf
 from qkv.errors import CheckpointError, QkvError
 from qkv.integration.compat import gguf_options, no_bars_in_pipes
 from qkv.integration.skeleton import first_line
@@ -25,11 +26,8 @@ def convert_gguf(path: str | Path, dst: str | Path, *, dtype: torch.dtype = torc
         CheckpointError: ``dst`` exists, or ``path`` is no GGUF file that transformers can read.
     """
     path = Path(path)
-    try:
-        import gguf  # noqa: F401 - transformers reads through it
-    except ImportError:
-        raise QkvError("reading GGUF needs the package gguf: pip install gguf") from None
-    _check_magic(path)
+    _check_package()
+    gguf_items(path)  # says what is wrong with it
     with Destination(dst) as folder, no_bars_in_pipes():
         try:
             model, tokenizer = _read(path, dtype)
@@ -47,7 +45,7 @@ def as_directory(src: str | Path, dst: str | Path, overwrite: bool) -> Iterator[
         CheckpointError: ``dst`` may not be written, said before the copy is made; or as :func:`convert_gguf`.
     """
     src = Path(src)
-    if src.suffix.lower() != ".gguf":
+    if not is_gguf(src):
         yield src
         return
     Destination(dst, overwrite=overwrite)
@@ -59,14 +57,26 @@ def as_directory(src: str | Path, dst: str | Path, overwrite: bool) -> Iterator[
         shutil.rmtree(copy, ignore_errors=True)
 
 
-def _check_magic(path: Path) -> None:
+def gguf_config(path: Path) -> dict[str, Any]:
+    """The model's config as transformers makes it of a GGUF file's metadata, no tensor read.
+
+    Raises:
+        QkvError: the package ``gguf`` is missing, or transformers does not know such a model.
+    """
+    from transformers import AutoConfig
+
+    _check_package()
     try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if magic != b"GGUF":
-        raise CheckpointError(f"{path} is not a GGUF file: it does not begin with GGUF")
+        return dict(AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict())
+    except Exception as error:  # transformers raises anything for a file that it does not understand
+        raise CheckpointError(f"transformers cannot read {path}: {first_line(error)}") from error
+
+
+def _check_package() -> None:
+    try:
+        import gguf  # noqa: F401 - transformers reads through it
+    except ImportError:
+        raise QkvError("reading GGUF needs the package gguf: pip install gguf") from None
 
 
 def _read(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from qkv.cli.options import add_cache_options, cache_options, positive
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``qkv report``."""
-    parser.add_argument("model", metavar="DIR", help="model directory, quantized or not")
+    parser.add_argument("model", metavar="DIR", help="model directory, quantized or not; or a .gguf file")
     parser.add_argument(
         "--context", type=positive, metavar="TOKENS", help="add the KV cache and steps of so many tokens"
     )

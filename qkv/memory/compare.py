@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from qkv.checkpoint.gguf_header import is_gguf
 from qkv.checkpoint.quantize import planned_items, refuse_quantized
 from qkv.checkpoint.shards import parse_size
 from qkv.checkpoint.source import Source
+from qkv.errors import CheckpointError
 from qkv.integration.anatomy import UnknownCacheError
 from qkv.integration.settings import Settings
 from qkv.memory.footprint import collector_paused, read_subject
@@ -126,6 +128,8 @@ def compare(
         CheckpointError: a directory that cannot be read, or is quantized already.
         QkvError: a format or codec that does not exist.
     """
+    if is_gguf(path):
+        raise CheckpointError(f"{path} is quantized already; compare formats from the model's float directory")
     nbytes = None if memory is None else parse_size(memory)
     with collector_paused():
         subject = read_subject(Path(path))

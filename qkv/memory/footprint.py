@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qkv.checkpoint.gguf import gguf_config
+from qkv.checkpoint.gguf_header import gguf_items, is_gguf
 from qkv.checkpoint.load import load
 from qkv.checkpoint.read import read_items
 from qkv.checkpoint.shards import parse_size
@@ -44,7 +46,7 @@ def footprint(
 
     Args:
         model: a live model (its storages are added up; meta tensors count what they would take) or the
-            path of a checkpoint (its headers are read, no weight is).
+            path of a checkpoint or GGUF file (headers are read, no weight is).
         context: tokens for which to add the key-value cache and a step's workspace; None leaves them out.
         batch: sequences of that many tokens.
         kv_dtype: dtype of exact keys and values, ``"bfloat16"`` say; that of the model by default.
@@ -55,8 +57,10 @@ def footprint(
 
     Raises:
         CheckpointError: a directory that is damaged, unsafe, or quantized by something else.
-        QkvError: a context, batch, chunk or memory that is none.
+        QkvError: a context, batch, chunk or memory that is none; more than weights and context of a GGUF file.
     """
+    if is_gguf(model):
+        _check_gguf(memory=memory, live=live or None, **cache)
     _check_counts(context=context, batch=batch, chunk=chunk)
     nbytes = None if memory is None else parse_size(memory)
     if nbytes is not None and context is None:
@@ -73,11 +77,11 @@ def footprint(
         return result
     kv_type = dtype_named(kv_dtype) if kv_dtype else subject.dtype
     try:
-        forecast = subject.forecast(result.total_nbytes, kv_type, cache, chunk)
+        plan = KvPlan(subject.anatomy(), kv_type, cache)
     except UnknownCacheError as error:
         note = f"KV cache: not known for this model ({error})"
         return replace(result, context=context, batch=batch, kv_note=note, measured=measured)
-    plan = forecast.steps.plan
+    forecast = subject.forecast(result.total_nbytes, plan, chunk)
     return replace(
         result,
         context=context,
@@ -86,8 +90,8 @@ def footprint(
         kv_peak_nbytes=plan.high_water(context, batch),
         kv_rows=plan.rows(context, batch),
         kv_note=f"KV cache of {batch} x {context:,} tokens, {plan}",
-        workspace=forecast.steps.workspace(context, batch, chunk),
-        fit=None if nbytes is None else forecast.fit(nbytes, context, batch),
+        workspace=None if forecast is None else forecast.steps.workspace(context, batch, chunk),
+        fit=None if nbytes is None or forecast is None else forecast.fit(nbytes, context, batch),
         measured=measured,
     )
 
@@ -99,6 +103,16 @@ def measure(model: nn.Module, context: int, batch: int, chunk: int, cache: Mappi
     items, others = live_items(model)
     resident = Footprint.of(items).weight_nbytes + sum(others.values())
     return run_and_measure(model, context, batch, chunk, cache, resident)
+
+
+def _check_gguf(**options: Any) -> None:
+    """Raise for what is known of a directory alone, whose model is run here."""
+    given = next((name for name, value in options.items() if value is not None), None)
+    if given is not None:
+        raise QkvError(
+            f"{given} is for models that are run here, and a GGUF file is run by other programs; leave it out, or make "
+            "a directory of it (qkv quantize FILE.gguf DST) and report on that"
+        )
 
 
 def _check_counts(**counts: int | None) -> None:
@@ -116,23 +130,29 @@ class Subject:
     dtype: torch.dtype
     device: str
     others: dict[str, int]
+    gguf: Path | None = None
 
     def anatomy(self) -> Anatomy:
         """What its cache depends on; UnknownCacheError where that is not known."""
-        return anatomy(self.config, self.dtype)
+        if self.gguf is None:
+            return anatomy(self.config, self.dtype)
+        try:
+            return anatomy(gguf_config(self.gguf), self.dtype)
+        except QkvError as error:
+            raise UnknownCacheError(str(error)) from error
 
-    def forecast(self, resident: int, kv_type: torch.dtype, cache: dict[str, Any], chunk: int) -> Forecast:
-        """What it will need by context and batch; ``resident``: bytes that are there anyway.
-
-        Raises:
-            UnknownCacheError: why its cache is not known.
-        """
-        plan = KvPlan(self.anatomy(), kv_type, cache)
+    def forecast(self, resident: int, plan: KvPlan, chunk: int) -> Forecast | None:
+        """What it will need by context and batch; ``resident``: bytes that are there anyway. None for a GGUF file:
+        what a step takes is up to the program that runs it."""
+        if self.gguf is not None:
+            return None
         return Forecast(resident, Steps(plan, self.dtype, self.device, quantized_matrices(self.items)), chunk)
 
 
 def read_subject(model: nn.Module | str | Path, *, require_weights: bool = True) -> Subject:
     """The weights of a live model from its storages, of a directory from its headers alone."""
+    if is_gguf(model):
+        return Subject(gguf_items(Path(model)), None, torch.float16, "cpu", {}, Path(model))
     if not isinstance(model, nn.Module):
         items, config, dtype = read_items(Path(model), require_weights=require_weights)
         return Subject(items, config, dtype, "cpu", {})

@@ -24,16 +24,16 @@ SCHEMA_VERSION: Final = 1
 ROLES = tuple(
     (role, re.compile(rf"(?:^|\.)(?:{pattern})(?:\.|$)"))
     for role, pattern in (
-        ("head", "lm_head|embed_out|output_layer"),
-        ("embedding", r"\w*embed\w*|wte|wpe"),
-        ("experts", "experts"),
-        ("router", "router|gate|shared_expert_gate"),
+        ("head", r"lm_head|embed_out|output_layer|(?<!\.)output"),
+        ("embedding", r"\w*embe?d\w*|wte|wpe"),
+        ("experts", r"experts|\w+_exps"),
+        ("router", "router|gate|shared_expert_gate|ffn_gate_inp"),
         ("norm", r"\w*norm\w*|ln|ln_\w+"),
         ("attention", r"\w*attn\w*|\w*attention\w*"),
         ("mlp", r"\w*mlp\w*|\w*ffn\w*|feed_forward|fc\w*"),
     )
 )
-"""Roles by the components of a tensor's name; the first that fits counts."""
+"""Roles by the components of a tensor's name, as transformers or llama.cpp gives it; the first that fits counts."""
 NUMBERS = re.compile(r"\d+")
 """Layers and experts differ by these alone; with them alike, few names are left to look at."""
 
