@@ -1,12 +1,15 @@
 """The speculative decoder against transformers' own greedy decoding and its prompt lookup: ratios of time.
 
     python -m benchmarks.decode MODEL [--dtype bfloat16] [--weights int8] [--tokens 160] [--rounds 1] [--threads 1]
-                                [--kinds copy story] [--variants none lookup] [--json FILE]
+                                [--kinds copy story] [--texts 1] [--variants none lookup] [--json FILE]
     python -m benchmarks.decode --device cuda [--tokens 160] [--json FILE]
 
 All variants take turns in every round; the ratio is the time of transformers' greedy over that of the variant, CPU
 time on a CPU, median of the rounds. Each run starts from a new decoder that has learnt nothing. Outputs are compared
-with greedy; in bfloat16 they may part at near ties, because a block of tokens rounds otherwise than one.
+with greedy; in bfloat16 they may part at near ties, because a block of tokens rounds otherwise than one. At the end
+stands the ratio over all texts of a kind: greedy's time for all of them over that of the variant. ``--json FILE`` keeps
+the rows and takes the place of earlier ones of the same text, weights and variant, so that a table can be measured in
+pieces.
 
 On a GPU the target has random weights and the shape of a model of 1.2 billion parameters. In float32 every output must
 be that of transformers' greedy, or the exit status is 1; bfloat16 shows the speed.
@@ -75,8 +78,8 @@ def measure(model: Any, ids: Tensor, tokens: int, rounds: int, chosen: list[str]
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     outputs: dict[str, Tensor] = {}
     notes: dict[str, str] = {}
-    for _ in range(rounds):
-        for name, run in runs.items():
+    for turn in range(rounds):
+        for name, run in list(runs.items())[:: -1 if turn % 2 else 1]:
             start = clock(ids.device)
             outputs[name], notes[name] = run()
             seconds[name].append(clock(ids.device) - start)
@@ -110,6 +113,27 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
+def pooled(rows: list[dict[str, Any]]) -> list[str]:
+    """For each kind, weights and variant greedy's seconds for all texts over the variant's."""
+    total: dict[tuple[str, str, str], float] = {}
+    for row in rows:
+        key = row["prompt"].split()[0], row["weights"], row["variant"]
+        total[key] = total.get(key, 0.0) + row["seconds"]
+    return [
+        f"{kind:12} {weights:9} {variant:13} {total[kind, weights, 'greedy'] / seconds:6.2f}x over all its texts"
+        for (kind, weights, variant), seconds in total.items()
+    ]
+
+
+def merged(kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Earlier rows with those of the same text, weights and variant replaced."""
+
+    def key(row: dict[str, Any]) -> tuple[str, ...]:
+        return row["weights"], row["prompt"], row["variant"]
+
+    return list(({key(row): row for row in kept} | {key(row): row for row in rows}).values())
+
+
 def on_model(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The texts of :data:`PROMPTS` on a model directory."""
     torch.set_num_threads(args.threads)
@@ -119,10 +143,13 @@ def on_model(args: argparse.Namespace) -> list[dict[str, Any]]:
         qkv.quantize_(model, args.weights)
     rows = []
     for kind in args.kinds:
-        for number, prompt in enumerate(PROMPTS[kind], 1):
+        for number in args.texts:
+            prompt = PROMPTS[kind][number - 1]
             message = [{"role": "user", "content": prompt}]
             text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
             ids = tokenizer(text, return_tensors="pt").input_ids
+            if not rows:
+                measure(model, ids, 8, 1, args.variants)  # caches are warm, kernels chosen
             for row in measure(model, ids, args.tokens, args.rounds, args.variants):
                 rows.append({"prompt": f"{kind} {number}", "weights": args.weights or args.dtype, **row})
                 show(rows[-1])
@@ -162,6 +189,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", default=list(PROMPTS), choices=list(PROMPTS))
+    parser.add_argument("--texts", nargs="+", type=int, default=[1, 2], choices=[1, 2], help="of each kind")
     parser.add_argument("--variants", nargs="+")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -172,8 +200,11 @@ def main() -> int:
     lookups = ["stock lookup", "none", "lookup"]
     args.variants = args.variants or (lookups if args.device == "cpu" else [*lookups, "ngram", "self:nf4"])
     rows = on_model(args) if args.device == "cpu" else on_device(args)
+    for line in pooled(rows):
+        print(line)
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        kept = json.loads(args.json.read_text()) if args.json.exists() else []
+        args.json.write_text(json.dumps(merged(kept, rows), indent=1) + "\n")
     odd = [row for row in rows if args.device != "cpu" and row["weights"] == "float32" and row["equal"] < row["tokens"]]
     for row in odd:
         print(f"{row['prompt']}, {row['variant']}: departs from greedy after {row['equal']} tokens", file=sys.stderr)
