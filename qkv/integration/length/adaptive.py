@@ -20,6 +20,10 @@ each is measured soon and kernels see few shapes."""
 PROBE: Final = 3
 LEAST_WAIT: Final = 8
 MOST_WAIT: Final = 64
+GROWTH: Final = 3
+LATELY: Final = 3
+"""A draft is at most ``PROBE`` and ``GROWTH`` times what was accepted of the best of the newest ones: the record knows
+first tokens well and overrates later ones, which are seldom tried where copying fails."""
 FREE: Final = 0.02
 """Cost of a drafted token, in steps of one, below which drafting needs no thought."""
 
@@ -51,6 +55,7 @@ class Adaptive:
         self._record, self._worth = Record(), Worth()
         self._draft_costs: deque[float] = deque(maxlen=5)
         self._confidence = 0
+        self._lately: deque[int] = deque(maxlen=LATELY)
         self._wait, self._idle = LEAST_WAIT, 0
 
     def budget(self, limit: int) -> int:
@@ -66,7 +71,7 @@ class Adaptive:
         """The tokens worth verifying, given what kind of draft it is."""
         if not len(draft) or not self._is_free:
             return len(draft)
-        return self._choose(draft.confidence, len(draft), 0.0)
+        return self._choose(draft.confidence, self._within_reach(len(draft)), 0.0)
 
     def update(self, outcome: Outcome) -> None:
         """Learn costs and acceptance."""
@@ -76,6 +81,8 @@ class Adaptive:
             self._draft_costs.append(outcome.draft_seconds / longest / self.costs.one)
         cost = self.costs.relative(outcome.verified) + outcome.draft_seconds / (self.costs.one or 1.0)
         self._worth.update(1 + sum(outcome.accepted) / len(outcome.accepted), cost)
+        if longest:
+            self._lately.append(max(outcome.accepted))
         if any(outcome.accepted):
             self._wait = max(LEAST_WAIT, self._wait // 2)
         for drafted, accepted, confidence in zip(outcome.drafts, outcome.accepted, outcome.confidences, strict=True):
@@ -86,6 +93,10 @@ class Adaptive:
     @property
     def _is_free(self) -> bool:
         return bool(self._draft_costs) and median_low(self._draft_costs) < FREE
+
+    def _within_reach(self, drafted: int) -> int:
+        reach = PROBE + GROWTH * max(self._lately, default=0)
+        return drafted if drafted <= reach else max(block for block in BLOCKS if block <= reach + 1) - 1
 
     def _choose(self, confidence: int, limit: int, draft_cost: float) -> int:
         best, value, tokens, survival = 0, -inf, 0.0, 1.0

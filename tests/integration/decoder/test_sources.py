@@ -197,9 +197,16 @@ def test_adaptive_keeps_a_doubtful_draft_short_where_copying_is_quick() -> None:
     lasting(quick, 63, cost, 30, confidence=40)
     for verified in (4, 8, 12, 16, *[1] * 30):
         drafted = verified - 1
-        slow.update(Outcome((drafted,), (0,), (0,), verified, 1e-6 * drafted, cost(verified)))
+        slow.update(Outcome((drafted,), (min(drafted, 4),), (0,), verified, 1e-6 * drafted, cost(verified)))
     doubtful = Draft.chain(range(15), confidence=1)
     assert quick.keep(doubtful) == 3 and slow.keep(doubtful) >= 11
+
+
+def test_adaptive_reaches_further_as_drafts_come_true() -> None:
+    grown = lasting(Adaptive(), 63, lambda n: 1 + 0.001 * n, 6, confidence=32)
+    assert grown[:3] == [3, 11, 31]
+    failing = lasting(Adaptive(), 1, lambda n: 1 + 0.001 * n, 12, confidence=32)
+    assert max(failing) == 3
 
 
 def test_costs_are_medians_and_one_row_stands_apart() -> None:
