@@ -25,6 +25,7 @@ class _Struct(ctypes.Structure):
         ("scale", ctypes.c_void_p),
         ("zero", ctypes.c_void_p),
         ("kind", ctypes.c_int),
+        ("interleaved", ctypes.c_int),
         *((name, ctypes.c_ssize_t) for name in ("out", "in_", "group", "groups", "group_bytes")),
     )
 
@@ -51,12 +52,20 @@ class ReadyWeight:
     __slots__ = ("_address", "_struct", "in_features", "out_features", "pointers")
 
     def __init__(
-        self, codes: Tensor, scale: Tensor, zero: Tensor | None, *, kind: str, in_features: int, group_size: int
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        *,
+        kind: str,
+        in_features: int,
+        group_size: int,
+        interleaved: bool = False,
     ) -> None:
         self.in_features, self.out_features = in_features, codes.shape[0]
         self.pointers = _pointers(codes, scale, zero)
         sizes = (codes.shape[0], in_features, group_size, codes.shape[1], codes.shape[2])
-        self._struct = _Struct(*self.pointers, native.KINDS[kind], *sizes)
+        self._struct = _Struct(*self.pointers, native.KINDS[kind], interleaved, *sizes)
         self._address = ctypes.addressof(self._struct)
 
     def reads(self, weight: QuantizedTensor) -> bool:

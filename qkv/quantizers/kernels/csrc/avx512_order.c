@@ -19,16 +19,14 @@ TARGET void qkv_order_nibbles(const uint16_t *x, __m512i *to)
     }
 }
 
-/* Pairs of block `c` of a row of x, sixteen a vector; zeros past the row's end. */
-TARGET static void order_block(const struct qkv_linear_job *job, ptrdiff_t row, ptrdiff_t c, int bits, __m512i *to)
+/* Pairs of block `c` of a row of x for 4-bit codes, sixteen a vector; zeros past the row's end. */
+TARGET static void order_block(const struct qkv_linear_job *job, ptrdiff_t row, ptrdiff_t c, __m512i *to)
 {
-    const int length = block_length(bits);
     __attribute__((aligned(64))) uint16_t halves[128];
-    ptrdiff_t left = job->w.in - c * length, count = left < 0 ? 0 : left < length ? left : length;
-    if (count) memcpy(halves, (const uint16_t *)job->x + row * job->w.in + c * length, (size_t)count * 2);
-    memset(halves + count, 0, (size_t)(length - count) * 2);
-    if (bits == 4) qkv_order_nibbles(halves, to);
-    else for (int v = 0; v < 2; ++v) to[v] = _mm512_load_si512(halves + 32 * v);
+    ptrdiff_t left = job->w.in - c * 128, count = left < 0 ? 0 : left < 128 ? left : 128;
+    if (count) memcpy(halves, (const uint16_t *)job->x + row * job->w.in + c * 128, (size_t)count * 2);
+    memset(halves + count, 0, (size_t)(128 - count) * 2);
+    qkv_order_nibbles(halves, to);
 }
 
 /* Sixteen elements of x as fp32; zeros past the row's end. */
@@ -64,22 +62,26 @@ TARGET static void order_words(const struct qkv_linear_job *job, ptrdiff_t row, 
     }
 }
 
+/* Where in a block's pairs lane `lane` of vector `v` of ordered x belongs. */
+QKV_INLINE int pair_at(int bits, int v, int lane) { return bits == 4 ? 4 * lane + v : 16 * v + lane; }
+
 /* Tiles [begin, end) of x. */
 TARGET static void prepare_tiles(void *pointer, ptrdiff_t begin, ptrdiff_t end)
 {
     const struct qkv_linear_job *job = pointer;
-    const int bits = bits_of(job), pairs = block_length(bits) / 2, vectors = pairs / 16;
+    const int bits = bits_of(&job->w), pairs = block_length(bits) / 2, vectors = pairs / 16;
+    const ptrdiff_t factors = job->segment ? 64 / job->segment * TILE_ROWS : 0; /* of a block */
     for (ptrdiff_t tile = begin; tile < end; ++tile) {
         ptrdiff_t start = tile_start(job, tile), M = tile_start(job, tile + 1) - start;
         __mmask16 mask = (__mmask16)((1u << M) - 1);
-        int32_t *to = (int32_t *)job->px + start * pairs * job->chunks;
+        int32_t *to = tile_pairs(job, tile);
         for (ptrdiff_t c = 0; c < job->chunks; ++c, to += pairs * M) {
             __m512i held[4][16];
             memset(held, 0, sizeof held);
             for (ptrdiff_t m = 0; m < M; ++m) {
                 __m512i ordered[4];
-                if (job->segment) order_words(job, m, c, job->psum + c * (64 / job->segment) * TILE_ROWS + m, ordered);
-                else order_block(job, start + m, c, bits, ordered);
+                if (bits == 8) order_words(job, start + m, c, tile_factors(job, tile) + c * factors + m, ordered);
+                else order_block(job, start + m, c, ordered);
                 for (int v = 0; v < vectors; ++v) held[v][m] = ordered[v];
             }
             for (int v = 0; v < vectors; ++v) {
@@ -91,22 +93,21 @@ TARGET static void prepare_tiles(void *pointer, ptrdiff_t begin, ptrdiff_t end)
     }
 }
 
-/* x in element pairs, [tile][pair][row of the tile], to job->px; and the kernel for so many rows. */
-qkv_body qkv_avx512_strips(struct qkv_linear_job *job)
+/* x in element pairs, [tile][pair][row of the tile]. */
+int qkv_order_tiles(struct qkv_linear_job *job)
 {
-    const int length = block_length(bits_of(job));
+    const int bits = bits_of(&job->w), length = block_length(bits), one = job->w.groups == 1;
     job->chunks = (job->w.groups * job->w.group + length - 1) / length;
     job->tiles = (job->rows + TILE_ROWS - 1) / TILE_ROWS;
-    job->unit = WIDE;
-    const int words = length == 64 && job->tiles == 1;
-    job->segment = !words ? 0 : job->w.groups == 1 || job->w.group % 64 == 0 ? 64 : job->w.group % 32 == 0 ? 32 : 16;
-    const ptrdiff_t x_bytes = job->chunks * length * job->rows * 2, factors = words ? job->chunks * 4 * TILE_ROWS : 0;
+    job->segment = bits == 4 ? 0 : one || job->w.group % 64 == 0 ? 64 : job->w.group % 32 == 0 ? 32 : 16;
+    const ptrdiff_t x_bytes = job->chunks * length * job->rows * 2;
+    const ptrdiff_t factors = job->segment ? job->tiles * job->chunks * (64 / job->segment) * TILE_ROWS : 0;
     job->scratch = malloc((size_t)(x_bytes + factors * 4) + 64);
-    if (!job->scratch) return NULL;
+    if (!job->scratch) return 0;
     job->px = (char *)(((uintptr_t)job->scratch + 63) & ~(uintptr_t)63);
     job->psum = (float *)((char *)job->px + x_bytes);
     qkv_for(job->tiles, 1, job->tiles > 3 ? job->threads : 1, prepare_tiles, job);
-    return job->tiles == 1 ? qkv_avx512_few(job) : qkv_avx512_many(job);
+    return 1;
 }
 
 #endif

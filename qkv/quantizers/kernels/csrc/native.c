@@ -108,7 +108,7 @@ QKV_EXPORT int qkv_set_level(int limit)
 static struct qkv_weight weight(const void *codes, const float *scale, const uint8_t *zero, int kind, ptrdiff_t out,
                                 ptrdiff_t in, ptrdiff_t group)
 {
-    struct qkv_weight w = {codes, scale, zero, kind, out, in, group, (in + group - 1) / group, 0};
+    struct qkv_weight w = {codes, scale, zero, kind, 0, out, in, group, (in + group - 1) / group, 0};
     w.group_bytes = kind == QKV_INT8 ? group : (group + 1) / 2;
     return w;
 }

@@ -3,6 +3,9 @@
  * A weight is [out, in]; its groups run along `in`, `groups` of them a row, each stored in `group_bytes` bytes.
  * Four-bit codes lie two a byte, the first of a pair in the high nibble. The last group of a row may be short:
  * it is stored padded, and what it decodes to past `in` is never used.
+ *
+ * AVX-512 also takes interleaved weights: of sixteen rows the first four bytes of codes each, then the next four, and so
+ * on; the first scale each, then the next, and zero points likewise.
  */
 #ifndef QKV_NATIVE_H
 #define QKV_NATIVE_H
@@ -33,7 +36,7 @@ struct qkv_weight {
     const uint8_t *codes;
     const float *scale;  /* [out, groups] */
     const uint8_t *zero; /* [out, groups], or NULL when symmetric */
-    int kind;
+    int kind, interleaved;
     ptrdiff_t out, in, group, groups, group_bytes;
 };
 
