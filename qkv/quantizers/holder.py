@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from qkv.quantizers.format import Format
 from qkv.quantizers.tensor import QuantizedTensor
+
+CACHES: Final = ("_views", "_strips")
+"""Attributes of a module that are made anew when they are wanted."""
+FLAGS: Final = ("prepared", "interleaved")
+"""Attributes of a module that say how its weight may lie in memory."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class Holder(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is made anew when it is wanted."""
-        return {name: value for name, value in self.__dict__.items() if name != "_views"}
+        return {name: value for name, value in self.__dict__.items() if name not in CACHES}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a combined class by its two parts; it is in no module by its own name."""
@@ -172,7 +177,7 @@ def unbecome(module: Holder, parameters: Mapping[str, nn.Parameter]) -> nn.Modul
     names = [*module.parameter_order, *(name for name in everything if name not in module.parameter_order)]
     module._parameters = {name: everything[name] for name in names if name in everything}
     extra = () if issubclass(source, nn.Linear) else ("in_features", "out_features")
-    for attribute in ("specs", "format", "source_class", "parameter_order", "_views", *extra):
+    for attribute in ("specs", "format", "source_class", "parameter_order", *FLAGS, *CACHES, *extra):
         module.__dict__.pop(attribute, None)
     module.__class__ = source  # type: ignore[assignment]
     _rebind_wrapped_forward(module)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from qkv.quantizers import kernels
-from qkv.quantizers.holder import Holder
+from qkv.quantizers.prepared import Prepared
 
 
-class QuantizedLinear(Holder, nn.Linear):
+class QuantizedLinear(Prepared, nn.Linear):
     """``y = x @ weight.T + bias`` with a quantized weight ``[out_features, in_features]``.
 
     Gradients flow to the input and the bias; the weight is not trained. The output has x's dtype.
@@ -16,6 +16,8 @@ class QuantizedLinear(Holder, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, in input's dtype."""
+        if self.prepared and (strips := self.strips(input)) is not None:
+            return strips.linear(input, self.bias)
         return kernels.linear(input, self.quantized(), self.bias)
 
     def extra_repr(self) -> str:

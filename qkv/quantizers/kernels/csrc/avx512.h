@@ -12,6 +12,7 @@
 ptrdiff_t qkv_avx512_most_rows(const struct qkv_linear_job *job);
 qkv_body qkv_avx512_linear(struct qkv_linear_job *job);
 qkv_body qkv_avx512_strips(struct qkv_linear_job *job);
+qkv_body qkv_avx512_bytes(struct qkv_linear_job *job);
 void qkv_order_nibbles(const uint16_t *x, __m512i *to);
 
 /* The sixteen values of a four-bit kind before zero point and scale. */

@@ -22,7 +22,7 @@ struct shape {
     int M;    /* rows of x */
     int R;    /* rows of the weight worked on together */
 };
-enum { STREAMED_ROWS = 3 }; /* of x: with more, codes of four bits become strips, those of eight from two rows on */
+enum { STREAMED_ROWS = 8 }; /* of x, at most, of canonical codes; more are multiplied by strips */
 
 enum {
     EXACT,  /* fp32 products */
@@ -418,8 +418,14 @@ INLINE void stream(const struct qkv_linear_job *job, ptrdiff_t begin, ptrdiff_t 
     KERNEL(4, path, zero, 1, 4)                                                                                 \
     KERNEL(4, path, zero, 2, 4)                                                                                 \
     KERNEL(4, path, zero, 3, 2)                                                                                 \
+    KERNEL(4, path, zero, 4, 2)                                                                                 \
+    KERNEL(4, path, zero, 5, 2)                                                                                 \
+    KERNEL(4, path, zero, 6, 2)                                                                                 \
+    KERNEL(4, path, zero, 7, 2)                                                                                 \
+    KERNEL(4, path, zero, 8, 2)                                                                                 \
     static const qkv_body kernels_4##path##zero[] = {                                                           \
-        kernel_4##path##zero##1, kernel_4##path##zero##2, kernel_4##path##zero##3};
+        kernel_4##path##zero##1, kernel_4##path##zero##2, kernel_4##path##zero##3, kernel_4##path##zero##4,     \
+        kernel_4##path##zero##5, kernel_4##path##zero##6, kernel_4##path##zero##7, kernel_4##path##zero##8};
 EXACT_KERNELS(4, 0)
 EXACT_KERNELS(4, 1)
 EXACT_KERNELS(8, 0)
@@ -456,7 +462,8 @@ qkv_body qkv_avx512_linear(struct qkv_linear_job *job)
 {
     if (!is_aligned(job)) return qkv_avx2_ops.linear(job);
     int bits = job->w.kind == QKV_INT8 ? 8 : 4;
-    if (job->w.interleaved || (is_fast(job) && job->rows > (bits == 4 ? STREAMED_ROWS : 1))) return qkv_avx512_strips(job);
+    if (job->w.interleaved || (is_fast(job) && job->rows > STREAMED_ROWS)) return qkv_avx512_strips(job);
+    if (is_fast(job) && bits == 8 && job->rows > 1) return qkv_avx512_bytes(job);
     int path = !is_fast(job) ? EXACT : bits == 8 && job->w.group % 64 == 0 ? WIDE : BFLOAT;
     int length = chunk_length(bits, path);
     job->chunks = (job->w.groups * job->w.group + length - 1) / length;

@@ -22,9 +22,16 @@ struct strip {
     const uint8_t *zero;
 };
 
-/* Memory for a strip, and such a strip made of the canonical rows from `row` on; the last before `end` fills what is left. */
+/* Canonical rows as a strip: groups [g, stop) of the rows from `row` on, the last before `end` filling what is left. How
+ * many groups are gathered at most, and the memory that they take. */
+struct strip qkv_gather_strip(const struct qkv_weight *w, ptrdiff_t row, ptrdiff_t end, ptrdiff_t g, ptrdiff_t stop,
+                              char *room);
+void qkv_gather_scales(const struct qkv_weight *w, ptrdiff_t row, ptrdiff_t end, ptrdiff_t g, ptrdiff_t stop, float *scales,
+                       uint8_t *zeros);
+void qkv_rows_of_strip(const struct qkv_weight *w, ptrdiff_t row, ptrdiff_t end, const uint8_t **codes);
+ptrdiff_t qkv_gathered_groups(const struct qkv_weight *w);
 size_t qkv_strip_bytes(const struct qkv_weight *w);
-struct strip qkv_gather_strip(const struct qkv_weight *w, ptrdiff_t row, ptrdiff_t end, char *room);
+
 /* x to job->px and job->psum; 0 when out of memory. */
 int qkv_order_tiles(struct qkv_linear_job *job);
 
@@ -80,6 +87,25 @@ INLINE void transpose(__m512i *rows)
         rows[i + 8] = _mm512_shuffle_i64x2(even_low, even_high, 0xdd);
         rows[i + 12] = _mm512_shuffle_i64x2(odd_low, odd_high, 0xdd);
     }
+}
+
+enum { ROW_AHEAD = 1024 }; /* bytes of a row, to the second cache: sixteen rows crowd each other out of the first */
+
+/* Bytes [at, at + 64) of sixteen rows of so many, transposed: `to[i]` holds unit i of each. */
+TARGET static __attribute__((noinline, unused)) void gather_block(const uint8_t *const *from, ptrdiff_t at,
+                                                                  ptrdiff_t bytes, __m512i *to)
+{
+    const ptrdiff_t left = bytes - at, next = at + ROW_AHEAD;
+    const ptrdiff_t fetch = next < bytes ? next : next + (2 * STRIP - 1) * bytes; /* the rows to come, at the row's end */
+    const __mmask64 mask = left >= 64 ? ~0ull : (1ull << left) - 1;
+    __m512i rows[STRIP];
+    QKV_UNROLL
+    for (int r = 0; r < STRIP; ++r) rows[r] = _mm512_maskz_loadu_epi8(mask, from[r] + at);
+    QKV_UNROLL
+    for (int r = 0; r < STRIP; ++r) _mm_prefetch((const char *)from[r] + fetch, _MM_HINT_T1);
+    transpose(rows);
+    QKV_UNROLL
+    for (int i = 0; i < STRIP; ++i) _mm512_store_si512(to + i, rows[i]);
 }
 
 #endif

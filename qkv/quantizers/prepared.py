@@ -1,0 +1,117 @@
+"""Modules whose weight may lie interleaved in memory, the order in which decoding reads it fastest.
+
+That is asked for (:func:`qkv.prepare_`) and shows nowhere: whatever reads the weight in another way, saving included,
+finds the stored order again, and the next product that is served interleaves it anew. Either way the bytes stay as
+many as they were; one tensor at a time is held twice while it is turned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from qkv.errors import QkvError
+from qkv.quantizers.holder import CACHES, Holder
+from qkv.quantizers.interleave import in_order, interleaved, refuses
+from qkv.quantizers.kernels import native
+from qkv.quantizers.kernels.ready import ReadyWeight
+from qkv.quantizers.tensor import QuantizedTensor
+
+_TURNED: Final = ("weight", "weight_scale", "weight_zero")
+"""The buffers that are interleaved; scales in 8 bits stay, and are decoded once instead."""
+
+
+class Prepared(Holder):
+    """A :class:`Holder` of one ``weight`` that can lie interleaved."""
+
+    prepared: bool = False
+    """Whether the weight is to be interleaved as soon as a product is served that way."""
+    interleaved: bool = False
+    """Whether it is at present."""
+
+    def cannot_prepare(self) -> str | None:
+        """Why this weight is not served interleaved here, in words for people; None when it is."""
+        if (missing := native.unavailable()) is not None:
+            return f"needs the native library: {missing}"
+        if native.level() != "avx512" or native.EXACT:
+            return f"needs AVX-512 with BF16 and no QKV_EXACT; in use is {native.level()}"
+        spec = self.specs["weight"]
+        if spec.dtype != torch.bfloat16:
+            return f"serves bfloat16 models, not {str(spec.dtype).removeprefix('torch.')}"
+        return refuses(spec.format, spec.shape)
+
+    def strips(self, x: Tensor) -> ReadyWeight | None:
+        """The interleaved weight where it serves ``x``; None where another kernel is to."""
+        if torch.compiler.is_compiling():
+            if self.interleaved:
+                raise QkvError("an interleaved weight cannot be compiled; call qkv.unprepare_(model) before torch.compile")
+            return None
+        if x.dtype != torch.bfloat16 or not x.is_cpu or x.shape[-1] != self.specs["weight"].shape[1]:
+            return None
+        if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
+            return None
+        if not self.interleaved:
+            if self._buffers["weight"].device.type != "cpu" or self.cannot_prepare() is not None:  # type: ignore[union-attr]
+                return None
+            self._turn(interleaved)
+        known: tuple[ReadyWeight, Tensor] | None = self.__dict__.get("_strips")
+        if known is None:
+            known = self.__dict__["_strips"] = self._ready()
+        return known[0]
+
+    def put_in_order(self) -> None:
+        """The stored order again; nothing where it lies so."""
+        if self.interleaved:
+            self._turn(in_order)
+
+    def _turn(self, turn: Callable[[Tensor], Tensor]) -> None:
+        for name in _TURNED:
+            buffer = self._buffers.get(name)
+            if buffer is not None and (name != "weight_scale" or buffer.dtype == torch.float32):
+                self._buffers[name] = turn(buffer)
+        for cache in CACHES:
+            self.__dict__.pop(cache, None)
+        self.interleaved = turn is interleaved
+
+    def _ready(self) -> tuple[ReadyWeight, Tensor]:
+        spec = self.specs["weight"]
+        stored = QuantizedTensor.from_state(self._buffers, spec.format, spec.shape, spec.dtype)  # type: ignore[arg-type]
+        scale = stored.scale if stored.scale_absmax is None else interleaved(stored.float_scale())
+        columns = spec.shape[1]
+        ready = ReadyWeight(
+            stored.codes,
+            scale,
+            stored.zero,
+            kind=spec.format.name,
+            in_features=columns,
+            group_size=spec.format.group_length(columns),
+            interleaved=True,
+        )
+        return ready, scale
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of the copies that kernels keep: packed ones, and scales decoded from 8 bits."""
+        known: tuple[ReadyWeight, Tensor] | None = self.__dict__.get("_strips")
+        decoded = known is not None and known[1].data_ptr() != self._buffers["weight_scale"].data_ptr()  # type: ignore[union-attr]
+        return super().packed_nbytes + (known[1].nbytes if known is not None and decoded else 0)
+
+    def quantized(self, name: str = "weight") -> QuantizedTensor:
+        """The tensor held under ``name``, in the stored order."""
+        self.put_in_order()
+        return super().quantized(name)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.put_in_order()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self.put_in_order()
+        super()._load_from_state_dict(*arguments)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.put_in_order()
+        return super()._apply(fn, recurse)
