@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from qkv.integration.calibrate import calibrate as calibrate
     from qkv.integration.calibration import Calibration as Calibration
     from qkv.integration.decoder import SpeculativeDecoder as SpeculativeDecoder
+    from qkv.integration.decoding import prepare_ as prepare_
+    from qkv.integration.decoding import unprepare_ as unprepare_
     from qkv.integration.draft import Draft as Draft
     from qkv.integration.hf_cache import KVCache as KVCache
     from qkv.integration.hf_quantizer import QkvConfig as QkvConfig
@@ -77,11 +79,13 @@ _HOMES = {
     "merge_checkpoint": "qkv.checkpoint.merge",
     "patched": "qkv.integration.patch",
     "perplexity": "qkv.integration.perplexity",
+    "prepare_": "qkv.integration.decoding",
     "plan_checkpoint": "qkv.checkpoint.budget",
     "quantize_": "qkv.integration.patch",
     "quantize_checkpoint": "qkv.checkpoint.quantize",
     "quantize_tensor": "qkv.quantizers.quantize",
     "save_plan": "qkv.checkpoint.budget",
+    "unprepare_": "qkv.integration.decoding",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

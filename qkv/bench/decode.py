@@ -14,6 +14,7 @@ from qkv.bench.plan import Plan
 from qkv.bench.table import Row, Table, rows_of
 from qkv.bench.timing import Entrant, Run, interleave
 from qkv.checkpoint.load import load
+from qkv.integration.decoding import prepare_
 from qkv.integration.patch import quantize_
 from qkv.memory.footprint import footprint
 
@@ -37,6 +38,7 @@ def variants(directory: Path, names: tuple[str, ...]) -> dict[str, Any]:
         if name in names:
             models[name] = copy.deepcopy(models["bfloat16"])
             quantize_(models[name], format, **settings)
+            prepare_(models[name])
     return models
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from qkv.bench.plan import Plan
 from qkv.bench.table import Row, Table, rows_of
 from qkv.bench.timing import Entrant, interleave, rotating
+from qkv.integration.decoding import prepare_
+from qkv.integration.patch import quantize_
 from qkv.quantizers import kernels
 from qkv.quantizers.quantize import quantize_tensor
 
@@ -57,6 +60,18 @@ def ours(weight: Tensor, name: str) -> Candidate:
     return cold(name, quantized.nbytes, make)
 
 
+def interleaved(weight: Tensor, name: str) -> Candidate | None:
+    """The same by a module that :func:`qkv.prepare_` prepared; None where nothing is."""
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
+    layer.weight.data = weight.bfloat16()
+    model = torch.nn.Sequential(layer)
+    quantize_(model, name)
+    prepared = prepare_(model)
+    if prepared.left:
+        return None
+    return cold(f"{name}, interleaved", prepared.nbytes, lambda: copy.deepcopy(model[0]))
+
+
 def candidates(weight: Tensor, formats: Sequence[str], peers: bool) -> list[Candidate]:
     """The yardstick, torch's bf16 product, first."""
     from qkv.bench.linear_peers import PEERS
@@ -65,7 +80,9 @@ def candidates(weight: Tensor, formats: Sequence[str], peers: bool) -> list[Cand
     if peers:
         found.append(torch_float(weight, torch.float32))
         found += [peer for make in PEERS if (peer := make(weight)) is not None]
-    return found + [ours(weight, name) for name in formats]
+    for name in formats:
+        found += [ours(weight, name), *(each for each in [interleaved(weight, name)] if each is not None)]
+    return found
 
 
 def measure(shape: tuple[int, int], rows: int, entrants: Sequence[Candidate], rounds: int) -> list[Row]:

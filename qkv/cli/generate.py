@@ -24,10 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Generate and stream."""
     from qkv.checkpoint.load import load, load_tokenizer
+    from qkv.integration.decoding import prepare_
     from qkv.integration.generate import generate_text
 
+    model = load(options.model)
+    prepare_(model)
     generate_text(
-        load(options.model),
+        model,
         load_tokenizer(options.model),
         options.prompt,
         chat=options.chat,

@@ -7,6 +7,7 @@ can take the place of the stored one in memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -33,21 +34,22 @@ def refuses(format: Format, shape: tuple[int, ...]) -> str | None:
 
 def interleaved(tensor: Tensor) -> Tensor:
     """Codes ``[out, groups, bytes of a group]``, or scales or zero points ``[out, groups]``, in the new order."""
-    units = _units(tensor)
-    return _like(units.reshape(-1, ROWS, units.shape[1]).transpose(1, 2), tensor)
+    return _turned(tensor, lambda units: units.reshape(-1, ROWS, units.numel() // tensor.shape[0]))
 
 
 def in_order(tensor: Tensor) -> Tensor:
     """Undo :func:`interleaved`."""
-    units = _units(tensor)
-    return _like(units.reshape(-1, units.shape[1], ROWS).transpose(1, 2), tensor)
+    return _turned(tensor, lambda units: units.reshape(-1, units.numel() // tensor.shape[0], ROWS))
+
+
+def _turned(tensor: Tensor, strips: Callable[[Tensor], Tensor]) -> Tensor:
+    out = torch.empty(tensor.shape, dtype=tensor.dtype)
+    source = strips(_units(tensor))
+    _units(out).view(source.transpose(1, 2).shape).copy_(source.transpose(1, 2))
+    return out
 
 
 def _units(tensor: Tensor) -> Tensor:
-    """``[out, units]``: what stays together, as one number."""
-    rows = tensor.contiguous().view(tensor.shape[0], -1)
-    return rows.view(torch.int32) if tensor.dim() == 3 else rows
-
-
-def _like(units: Tensor, tensor: Tensor) -> Tensor:
-    return units.reshape(tensor.shape[0], -1).view(tensor.dtype).view(tensor.shape)
+    """What stays together, as one number; flat."""
+    flat = tensor.contiguous().view(-1)
+    return flat.view(torch.int32) if tensor.dim() == 3 else flat

@@ -47,18 +47,23 @@ class Prepared(Holder):
         """The interleaved weight where it serves ``x``; None where another kernel is to."""
         if torch.compiler.is_compiling():
             if self.interleaved:
-                raise QkvError("an interleaved weight cannot be compiled; call qkv.unprepare_(model) before torch.compile")
+                raise QkvError(
+                    "an interleaved weight cannot be compiled; call qkv.unprepare_(model) before torch.compile"
+                )
             return None
         if x.dtype != torch.bfloat16 or not x.is_cpu or x.shape[-1] != self.specs["weight"].shape[1]:
             return None
-        if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
+        bias: Tensor | None = self._parameters.get("bias")
+        if bias is not None and bias.dtype not in native.DTYPES:
+            return None
+        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             return None
         if not self.interleaved:
             if self._buffers["weight"].device.type != "cpu" or self.cannot_prepare() is not None:  # type: ignore[union-attr]
                 return None
             self._turn(interleaved)
         known: tuple[ReadyWeight, Tensor] | None = self.__dict__.get("_strips")
-        if known is None:
+        if known is None or known[0].pointers[0] != self._buffers["weight"].data_ptr():  # type: ignore[union-attr]
             known = self.__dict__["_strips"] = self._ready()
         return known[0]
 

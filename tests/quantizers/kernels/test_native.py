@@ -54,8 +54,15 @@ class Weight:
         return self.kind.removesuffix(":asym")
 
     def linear(self, x: Tensor, bias: Tensor | None = None, exact: bool = False) -> Tensor:
-        sizes = {"in_features": self.in_features, "group_size": self.group_size}
-        return ReadyWeight(self.codes, self.scale, self.zero, kind=self.name, **sizes).linear(x, bias, exact=exact)
+        ready = ReadyWeight(
+            self.codes,
+            self.scale,
+            self.zero,
+            kind=self.name,
+            in_features=self.in_features,
+            group_size=self.group_size,
+        )
+        return ready.linear(x, bias, exact=exact)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return native.dequantize(
@@ -378,6 +385,8 @@ int main(void)
         qkv_set_level(round % 3);
         ptrdiff_t out = 1 + draw(draw(4) ? 12 : 80), in = 1 + draw(300);
         ptrdiff_t group = draw(2) ? 16 * (1 + draw(12)) : 1 + draw(200);
+        int interleaved = round % 3 == 2 && !draw(3);
+        if (interleaved) out = 16 * (1 + draw(4)), group = 16 * (1 + draw(12));
         int kind = draw(3), zero_points = kind < 2 && draw(2), dtype = draw(3), biased = draw(2);
         ptrdiff_t rows = draw(draw(4) ? 18 : 60);
         size_t groups = (in + group - 1) / group, length = kind == 0 ? group : (group + 1) / 2, size = dtype ? 2 : 4;
@@ -387,8 +396,9 @@ int main(void)
         void *y = malloc(rows * out * size + 1), *values = malloc(out * in * size), *w = noise(out * in * size);
         for (size_t i = 0; i < out * groups; ++i) scale[i] = 0.01f * (float)(1 + draw(50));
         float *b = biased ? bias : NULL;
-        struct qkv_weight weight = {codes, scale, zero, kind, out, in, group, groups, length};
-        qkv_linear(&weight, x, b, y, rows, dtype * 5 + 16 * draw(2) + 64);
+        struct qkv_weight weight = {codes, scale, zero, kind, interleaved, out, in, group, groups, length};
+        int mode = interleaved ? 1 : dtype; /* bf16 is no longer than what the others have */
+        qkv_linear(&weight, x, b, y, rows, mode * 5 + 16 * (interleaved || draw(2)) + 64);
         qkv_dequantize(codes, scale, zero, values, out, in, group, kind, dtype, 1);
         qkv_quantize(w, codes, scale, zero, out, in, group, kind, !zero_points, dtype, draw(2), 1);
         qkv_read(w, out * in * size, 1);
