@@ -32,8 +32,10 @@ FEW: Final = ("int8", "nf4", "nf4, head int8")
 
 
 def variants(directory: Path, names: tuple[str, ...]) -> dict[str, Any]:
-    """The model in bf16, and quantized; the yardstick first."""
+    """The model in bf16 as it is, the yardstick, and prepared; and quantized."""
     models = {"bfloat16": load(directory, dtype="bfloat16")}
+    models["bfloat16, prepared"] = copy.deepcopy(models["bfloat16"])
+    prepare_(models["bfloat16, prepared"])
     for name, format, settings in FORMATS:
         if name in names:
             models[name] = copy.deepcopy(models["bfloat16"])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qkv.errors import QkvError
+from qkv.quantizers.float_linear import cannot_serve
 from qkv.quantizers.holder import CACHES, Holder
 from qkv.quantizers.interleave import in_order, interleaved, refuses
 from qkv.quantizers.kernels import native
@@ -34,10 +35,8 @@ class Prepared(Holder):
 
     def cannot_prepare(self) -> str | None:
         """Why this weight is not served interleaved here, in words for people; None when it is."""
-        if (missing := native.unavailable()) is not None:
-            return f"needs the native library: {missing}"
-        if native.level() != "avx512" or native.EXACT:
-            return f"needs AVX-512 with BF16 and no QKV_EXACT; in use is {native.level()}"
+        if (reason := cannot_serve()) is not None:
+            return reason
         spec = self.specs["weight"]
         if spec.dtype != torch.bfloat16:
             return f"serves bfloat16 models, not {str(spec.dtype).removeprefix('torch.')}"

@@ -29,6 +29,8 @@ KINDS: Final = {"int8": 0, "int4": 1, "nf4": 2}
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_ROWS: Final = 16
 """Rows of x one pass over the weight serves; above a few dozen, dequantizing panels is faster."""
+FLOAT_ROWS: Final = 8
+"""Rows of x that a product with a bfloat16 weight serves."""
 ANY_ROWS: Final = 2**62
 """Where the kernels unpack panels themselves and multiply them at the processor's full speed."""
 
@@ -87,6 +89,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.qkv_set_parallel.restype = None
     library.qkv_set_level.argtypes = [_INT]
     library.qkv_linear.argtypes = [_POINTER] * 4 + [_SIZE, _INT]
+    library.qkv_linear_bf16.argtypes = [_POINTER] * 4 + [_SIZE] * 3 + [_INT] * 2
     library.qkv_dequantize.argtypes = [_POINTER] * 4 + [_SIZE] * 3 + [_INT] * 3
     library.qkv_dequantize.restype = None
     library.qkv_quantize.argtypes = [_POINTER] * 4 + [_SIZE] * 3 + [_INT] * 5
@@ -139,6 +142,28 @@ def library() -> ctypes.CDLL:
 def most_rows(x_dtype: torch.dtype) -> int:
     """Rows of x up to which a product is faster straight from the codes than by dequantized panels."""
     return ANY_ROWS if _level == "avx512" and x_dtype == torch.bfloat16 and not EXACT else MAX_ROWS
+
+
+def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` with a float weight, accumulated in float32, reading it as fast as memory goes.
+
+    Args:
+        x: bfloat16 ``[..., in]``, at most :data:`FLOAT_ROWS` rows.
+        weight: bfloat16 ``[out, in]``, contiguous.
+        bias: ``[out]``, float32, bfloat16 or float16, or None.
+
+    Returns:
+        bfloat16 ``[..., out]``. The back end in use must be ``avx512``.
+    """
+    x = x.contiguous()
+    out, columns = weight.shape
+    y = x.new_empty((*x.shape[:-1], out))
+    pointer, dtype = (None, 0) if bias is None else (bias.data_ptr(), DTYPES[bias.dtype])
+    rows, threads = x.numel() // columns, torch.get_num_threads()
+    sizes = (out, columns, rows, dtype, threads)
+    refused = library().qkv_linear_bf16(weight.data_ptr(), x.data_ptr(), pointer, y.data_ptr(), *sizes)
+    assert not refused
+    return y
 
 
 def dequantize(

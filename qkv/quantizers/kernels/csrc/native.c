@@ -137,6 +137,21 @@ QKV_EXPORT int qkv_linear(const struct qkv_weight *w, const void *x, const void 
     return 0;
 }
 
+/* y = x w^T + bias in bf16 for one to eight rows of x; returns 1 where the back end in use has no such product. */
+QKV_EXPORT int qkv_linear_bf16(const void *w, const void *x, const void *bias, void *y, ptrdiff_t out, ptrdiff_t in,
+                               ptrdiff_t rows, int bias_dtype, int threads)
+{
+#if QKV_X86
+    if (ops == &qkv_avx512_ops && rows >= 1 && rows <= 8) {
+        struct qkv_float_job job = {w, x, bias, y, bias_dtype, out, in};
+        const int used = useful_threads(threads, out * in * (rows + 3) / 32);
+        qkv_for(out, helping(out, 8, used), used, qkv_avx512_float(rows), &job);
+        return 0;
+    }
+#endif
+    return 1;
+}
+
 QKV_EXPORT void qkv_dequantize(const void *codes, const float *scale, const uint8_t *zero, void *y, ptrdiff_t out,
                                ptrdiff_t in, ptrdiff_t group, int kind, int dtype, int threads)
 {

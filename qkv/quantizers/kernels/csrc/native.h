@@ -61,6 +61,15 @@ struct qkv_linear_job {
     int segment;             /* elements of x that share a factor, where x is scaled to 16 bits; 0 where it is not */
 };
 
+/* x [rows, in] times the transposed w [out, in], all in bf16. */
+struct qkv_float_job {
+    const uint16_t *w, *x;
+    const void *bias;
+    void *y;
+    int bias_dtype;
+    ptrdiff_t out, in;
+};
+
 struct qkv_dequantize_job {
     struct qkv_weight w;
     void *y; /* [out, in] */
@@ -91,6 +100,7 @@ struct qkv_ops {
 extern const struct qkv_ops qkv_portable_ops;
 #if QKV_X86
 extern const struct qkv_ops qkv_avx2_ops, qkv_avx512_ops;
+qkv_body qkv_avx512_float(ptrdiff_t rows); /* 1 ... 8 */
 #endif
 
 extern const float qkv_nf4_levels[16];
