@@ -85,7 +85,7 @@ def unprepare_(model: nn.Module) -> None:
     """Undo :func:`prepare_`: every weight in the stored order, for good."""
     for module in model.modules():
         if type(module) is FloatLinear:
-            module.__class__ = nn.Linear
+            module.__class__ = nn.Linear  # type: ignore[assignment]
         if isinstance(module, Prepared):
             module.put_in_order()
             module.prepared = False
