@@ -12,7 +12,8 @@ the rows and takes the place of earlier ones of the same text, weights and varia
 pieces.
 
 On a GPU the target has random weights and the shape of a model of 1.2 billion parameters. In float32 every output must
-be that of transformers' greedy, or the exit status is 1; bfloat16 shows the speed.
+be that of transformers' greedy, or the exit status is 1; bfloat16 shows the speed. Everything runs once before it is
+timed, and the file (``benchmarks/results/decode-CARD.json`` unless named) is written text by text.
 """
 
 from __future__ import annotations
@@ -134,6 +135,13 @@ def merged(kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[
     return list(({key(row): row for row in kept} | {key(row): row for row in rows}).values())
 
 
+def save(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    """What was measured so far, into the file: a run that is cut short keeps it."""
+    if path is not None:
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        path.write_text(json.dumps(merged(kept, rows), indent=1) + "\n", encoding="utf-8")
+
+
 def on_model(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The texts of :data:`PROMPTS` on a model directory."""
     torch.set_num_threads(args.threads)
@@ -153,6 +161,7 @@ def on_model(args: argparse.Namespace) -> list[dict[str, Any]]:
             for row in measure(model, ids, args.tokens, args.rounds, args.variants):
                 rows.append({"prompt": f"{kind} {number}", "weights": args.weights or args.dtype, **row})
                 show(rows[-1])
+            save(args.json, rows)
     return rows
 
 
@@ -168,10 +177,11 @@ def on_device(args: argparse.Namespace, config: LlamaConfig = BILLION) -> list[d
         random = torch.randint(3, config.vocab_size, (1, 240), generator=torch.Generator().manual_seed(1)).to(device)
         prompts = {"repeated": torch.cat((random[:, :200], random[:, :40]), 1), "random": random[:, :40]}
         for name, ids in prompts.items():
-            measure(model, ids, 8, 1, args.variants)  # kernels are chosen and loaded
+            measure(model, ids, args.tokens, 1, args.variants)  # kernels are compiled for every length of a draft
             for row in measure(model, ids, args.tokens, args.rounds, args.variants):
                 rows.append({"prompt": name, "weights": dtype, **row})
                 show(rows[-1])
+            save(args.json, rows)
         del model
     return rows
 
@@ -197,14 +207,14 @@ def main() -> int:
         parser.error("give a model directory, or --device cuda")
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch finds no CUDA device here; give a model directory instead")
+    if args.device != "cpu" and args.json is None:
+        card = torch.cuda.get_device_name(args.device).replace(" ", "-")
+        args.json = Path(__file__).parent / "results" / f"decode-{card}.json"
     lookups = ["stock lookup", "none", "lookup"]
     args.variants = args.variants or (lookups if args.device == "cpu" else [*lookups, "ngram", "self:nf4"])
     rows = on_model(args) if args.device == "cpu" else on_device(args)
     for line in pooled(rows):
         print(line)
-    if args.json:
-        kept = json.loads(args.json.read_text()) if args.json.exists() else []
-        args.json.write_text(json.dumps(merged(kept, rows), indent=1) + "\n")
     odd = [row for row in rows if args.device != "cpu" and row["weights"] == "float32" and row["equal"] < row["tokens"]]
     for row in odd:
         print(f"{row['prompt']}, {row['variant']}: departs from greedy after {row['equal']} tokens", file=sys.stderr)
