@@ -13,6 +13,7 @@ from qkv.integration.compat import conv1d_class
 from qkv.integration.settings import Settings
 from qkv.quantizers.embedding import QuantizedEmbedding, QuantizedScaledEmbedding
 from qkv.quantizers.experts import QuantizedExperts, expert_parameters, experts_refuse, parameter_format
+from qkv.quantizers.float_linear import FloatLinear
 from qkv.quantizers.format import Format
 from qkv.quantizers.holder import Holder, combine
 from qkv.quantizers.linear import QuantizedLinear
@@ -162,7 +163,7 @@ def _kind(module: nn.Module) -> tuple[type[Holder], list[str], bool] | str:
         return f"{source.__name__} whose weight is computed, not stored"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return f"{source.__name__} that changes its rows as it reads them (max_norm)"
-    if source is nn.Linear:
+    if source in (nn.Linear, FloatLinear):
         return QuantizedLinear, ["weight"], False
     if source is conv1d_class():
         return QuantizedLinear, ["weight"], True

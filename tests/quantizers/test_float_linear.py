@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 from qkv.integration.decoding import prepare_, unprepare_
+from qkv.integration.patch import dequantize_, patched, quantize_
 from qkv.quantizers.float_linear import FloatLinear
 from qkv.quantizers.kernels import native
+from qkv.quantizers.linear import QuantizedLinear
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None or native.level() != "avx512", reason="needs AVX-512")
 
@@ -52,6 +54,20 @@ def test_a_spoilt_row_spoils_no_other() -> None:
     want = found(x)
     x[1, 3] = float("nan")
     assert found(x)[1].isnan().all() and torch.equal(found(x)[2:], want[2:])
+
+
+def test_a_prepared_model_is_quantized_like_any_other() -> None:
+    model, plain = (nn.Sequential(nn.Linear(64, 48)).bfloat16().requires_grad_(False) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    prepare_(model)
+    with patched(model, "int8"):
+        assert isinstance(model[0], QuantizedLinear)
+    assert type(model[0]) is FloatLinear
+    for each in (model, plain):
+        quantize_(each, "nf4")
+    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in model.state_dict().items())
+    dequantize_(model)
+    assert type(model[0]) is FloatLinear
 
 
 def test_unprepared_it_is_an_nn_linear_again() -> None:
