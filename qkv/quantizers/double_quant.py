@@ -6,6 +6,7 @@ The scales of a tensor are shifted by their mean and stored, in blocks of 256, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -44,7 +45,19 @@ def dynamic_map(device: torch.device) -> Tensor:
     return torch.tensor(DYNAMIC_VALUES, dtype=torch.float32, device=device)
 
 
-def encode_scale(scale: Tensor, *, never_below: bool, offset: Tensor | None = None) -> NestedScale:
+def nearest_code(scaled: Tensor) -> Tensor:
+    """The uint8 codes of the values of :func:`dynamic_map` nearest to float32 ``scaled``, of any shape."""
+    table = dynamic_map(scaled.device)
+    return torch.bucketize(scaled, (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
+
+
+def encode_scale(
+    scale: Tensor,
+    *,
+    never_below: bool,
+    offset: Tensor | None = None,
+    nearest: Callable[[Tensor], Tensor] = nearest_code,
+) -> NestedScale:
     """Store float32 scales of any shape in 8 bits.
 
     Args:
@@ -52,6 +65,7 @@ def encode_scale(scale: Tensor, *, never_below: bool, offset: Tensor | None = No
         never_below: round each scale up rather than to the nearest code, so that the decoded scale
             still spans its group (integer formats, whose codes are chosen after this step).
         offset: ``float32 []`` to shift by; the mean by default.
+        nearest: what takes the nearest code; another library's way of it.
     """
     flat = scale.reshape(1, -1)
     if offset is None:
@@ -59,7 +73,7 @@ def encode_scale(scale: Tensor, *, never_below: bool, offset: Tensor | None = No
     blocks = to_groups(flat - offset, NESTED_BLOCK)[0]
     absmax = blocks.abs().amax(-1)
     scaled = blocks / torch.where(absmax > 0, absmax, 1.0)[:, None]
-    codes = _code_above(scaled) if never_below else _code_nearest(scaled)
+    codes = _code_above(scaled) if never_below else nearest(scaled)
     codes = from_groups(codes[None], flat.shape[1]).reshape(scale.shape).clone()  # drops the padding's storage
     return NestedScale(codes, absmax, offset)
 
@@ -74,11 +88,6 @@ def decode_scale(nested: NestedScale, limit: float) -> Tensor:
     blocks = to_groups(values, NESTED_BLOCK)[0] * nested.absmax[:, None]
     scale = from_groups(blocks[None], values.shape[1]) + nested.offset
     return scale.clamp_(min=0, max=limit).reshape(nested.codes.shape)
-
-
-def _code_nearest(scaled: Tensor) -> Tensor:
-    table = dynamic_map(scaled.device)
-    return torch.bucketize(scaled, (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
 def _code_above(scaled: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qkv.checkpoint.layouts.base import Layout, Plan, Stored, Weight
+from qkv.checkpoint.layouts.bnb_nested import code_by_place
 from qkv.checkpoint.layouts.bnb_reading import BLOB, BLOCKS, ROW, decode_blocks, decode_rows, stored_bnb
 from qkv.checkpoint.source import Source
 from qkv.checkpoint.writer import TensorSpec
@@ -102,7 +103,7 @@ class Bitsandbytes(Layout):
         parts = {name: codes, f"{name}.quant_map": nf4.levels(value.device)}
         if not weight.format.double_quant:
             return parts | {f"{name}.absmax": absmax, f"{name}{BLOB}nf4": _blob(weight, None)}
-        nested = encode_scale(absmax, never_below=False, offset=absmax.mean())
+        nested = encode_scale(absmax, never_below=False, offset=absmax.mean(), nearest=code_by_place)
         return parts | {
             f"{name}.absmax": nested.codes,
             f"{name}.nested_absmax": nested.absmax,

@@ -118,17 +118,11 @@ def test_stock_loaders_read_the_same_numbers(model: str, format: str, stock: Pat
 def test_the_files_are_those_that_bitsandbytes_writes(model: str, format: str, stock: Path) -> None:
     ours, theirs = tensors_in(stock / f"{model}-{format}"), tensors_in(stock / f"theirs-{model}-{format}")
     assert ours.keys() == theirs.keys()
-    stepped = total = 0
     for name, tensor in theirs.items():
         if format == "nf4d" and "quant_state" in name:
             assert json.loads(bytes(tensor)) == json.loads(bytes(ours[name]))
-        elif format == "nf4d" and name.endswith(".absmax"):
-            steps = (tensor.int() - ours[name].int()).abs()
-            assert int(steps.max()) <= 1
-            stepped, total = stepped + int(steps.sum()), total + steps.numel()
         else:
             assert tensor.dtype == ours[name].dtype and torch.equal(tensor, ours[name]), name
-    assert stepped <= TOLERANCES["nested_codes"] * total
     folders = (stock / f"{model}-{format}", stock / f"theirs-{model}-{format}")
     configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
     first, second = (config["quantization_config"] for config in configs)
