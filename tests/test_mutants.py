@@ -180,7 +180,7 @@ def no_shrunk_step(patch: Patch) -> None:
 
 
 def scales_rounded_down(patch: Patch) -> None:
-    patch.setattr(double_quant, "_code_above", lambda scaled: double_quant._code_nearest(scaled).clamp(min=3) - 3)
+    patch.setattr(double_quant, "_code_above", lambda scaled: double_quant.nearest_code(scaled).clamp(min=3) - 3)
 
 
 def scales_left_out(patch: Patch) -> None:
