@@ -71,6 +71,7 @@ class _Reader:
         self._nbytes = os.fstat(file.fileno()).st_size
 
     def items(self) -> list[Item]:
+        """The tensors, in the order of the file."""
         if self._nbytes < 4 or self._bytes(4) != b"GGUF":
             raise CheckpointError(f"{self._path} is not a GGUF file: it does not begin with GGUF")
         version = self._number(4)

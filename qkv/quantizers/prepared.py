@@ -8,6 +8,7 @@ many as they were; one tensor at a time is held twice while it is turned.
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import RLock
 from typing import Any, Final
 
 import torch
@@ -23,6 +24,8 @@ from qkv.quantizers.tensor import QuantizedTensor
 
 _TURNED: Final = ("weight", "weight_scale", "weight_zero")
 """The buffers that are interleaved; scales in 8 bits stay, and are decoded once instead."""
+_TURNING: Final = RLock()
+"""Held while buffers are turned or taken in the stored order, for products may run in several threads."""
 
 
 class Prepared(Holder):
@@ -50,28 +53,38 @@ class Prepared(Holder):
                     "an interleaved weight cannot be compiled; call qkv.unprepare_(model) before torch.compile"
                 )
             return None
+        if not self._serves(x):
+            return None
+        known: ReadyWeight | None = self.__dict__.get("_strips")
+        if known is None or known.tensors[0] is not self._buffers["weight"]:
+            known = self._interleave()
+        return known
+
+    def _serves(self, x: Tensor) -> bool:
+        bias = self._parameters.get("bias")
         if x.dtype != torch.bfloat16 or not x.is_cpu or x.shape[-1] != self.specs["weight"].shape[1]:
-            return None
-        bias: Tensor | None = self._parameters.get("bias")
+            return False
         if bias is not None and bias.dtype not in native.DTYPES:
-            return None
-        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-            return None
-        if not self.interleaved:
-            if self._buffers["weight"].device.type != "cpu" or self.cannot_prepare() is not None:  # type: ignore[union-attr]
-                return None
-            self._turn(interleaved)
-        known: tuple[ReadyWeight, Tensor] | None = self.__dict__.get("_strips")
-        if known is None or known[0].pointers[0] != self._buffers["weight"].data_ptr():  # type: ignore[union-attr]
+            return False
+        return not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
+
+    def _interleave(self) -> ReadyWeight | None:
+        with _TURNING:
+            if not self.interleaved:
+                if not self._stored().codes.is_cpu or self.cannot_prepare() is not None:
+                    return None
+                self._turn(interleaved)
             known = self.__dict__["_strips"] = self._ready()
-        return known[0]
+        return known
 
     def put_in_order(self) -> None:
         """The stored order again; nothing where it lies so."""
-        if self.interleaved:
-            self._turn(in_order)
+        with _TURNING:
+            if self.interleaved:
+                self._turn(in_order)
 
     def _turn(self, turn: Callable[[Tensor], Tensor]) -> None:
+        """New tensors in the place of the old, which a product in another thread may still read."""
         for name in _TURNED:
             buffer = self._buffers.get(name)
             if buffer is not None and (name != "weight_scale" or buffer.dtype == torch.float32):
@@ -80,37 +93,40 @@ class Prepared(Holder):
             self.__dict__.pop(cache, None)
         self.interleaved = turn is interleaved
 
-    def _ready(self) -> tuple[ReadyWeight, Tensor]:
+    def _stored(self) -> QuantizedTensor:
+        """The buffers as they lie."""
         spec = self.specs["weight"]
-        stored = QuantizedTensor.from_state(self._buffers, spec.format, spec.shape, spec.dtype)  # type: ignore[arg-type]
-        scale = stored.scale if stored.scale_absmax is None else interleaved(stored.float_scale())
-        columns = spec.shape[1]
-        ready = ReadyWeight(
+        return QuantizedTensor.from_state(self._buffers, spec.format, spec.shape, spec.dtype)  # type: ignore[arg-type]
+
+    def _ready(self) -> ReadyWeight:
+        stored, columns = self._stored(), self.specs["weight"].shape[1]
+        return ReadyWeight(
             stored.codes,
-            scale,
+            stored.scale if stored.scale_absmax is None else interleaved(stored.float_scale()),
             stored.zero,
-            kind=spec.format.name,
+            kind=stored.format.name,
             in_features=columns,
-            group_size=spec.format.group_length(columns),
+            group_size=stored.format.group_length(columns),
             interleaved=True,
         )
-        return ready, scale
 
     @property
     def packed_nbytes(self) -> int:
         """Bytes of the copies that kernels keep: packed ones, and scales decoded from 8 bits."""
-        known: tuple[ReadyWeight, Tensor] | None = self.__dict__.get("_strips")
-        decoded = known is not None and known[1].data_ptr() != self._buffers["weight_scale"].data_ptr()  # type: ignore[union-attr]
-        return super().packed_nbytes + (known[1].nbytes if known is not None and decoded else 0)
+        known: ReadyWeight | None = self.__dict__.get("_strips")
+        decoded = known is not None and known.tensors[1] is not self._buffers["weight_scale"]
+        return super().packed_nbytes + (known.tensors[1].nbytes if known is not None and decoded else 0)
 
     def quantized(self, name: str = "weight") -> QuantizedTensor:
         """The tensor held under ``name``, in the stored order."""
-        self.put_in_order()
-        return super().quantized(name)
+        with _TURNING:
+            self.put_in_order()
+            return super().quantized(name)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.put_in_order()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        with _TURNING:
+            self.put_in_order()
+            super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         self.put_in_order()

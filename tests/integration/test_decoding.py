@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -102,6 +103,23 @@ def _through_a_file(found: nn.Sequential) -> nn.Sequential:
     loaded = torch.load(file, weights_only=False)
     assert isinstance(loaded, nn.Sequential)
     return loaded
+
+
+@pytest.mark.parametrize("text", ["nf4", "int4:asym"])
+def test_threads_that_read_it_either_way_find_it_whole(text: str) -> None:
+    prepared, want = model(text), frozen(model(text))
+    prepare_(prepared)
+    y, exact = prepared(x_of()), layer(model(text))(x_of().float())
+
+    def read(number: int) -> bool:
+        if number % 3 == 0:
+            return torch.equal(layer(prepared)(x_of().float()), exact)
+        if number % 3 == 1:
+            return all(torch.equal(tensor, want[name]) for name, tensor in prepared.state_dict().items())
+        return torch.equal(prepared(x_of()), y)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, range(150)))
 
 
 def test_dequantizing_forgets_it() -> None:

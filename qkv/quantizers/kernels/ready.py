@@ -45,11 +45,11 @@ class ReadyWeight:
         in_features: columns of the weight.
         group_size: elements of a stored group.
 
-    The memory of the three tensors is read at every call and must outlive this; ask :meth:`reads` whether
-    they still have it.
+    The memory of the three tensors is read at every call, and kept for as long as this is; ask :meth:`reads` whether
+    a weight still lies there.
     """
 
-    __slots__ = ("_address", "_struct", "in_features", "out_features", "pointers")
+    __slots__ = ("_address", "_struct", "in_features", "out_features", "pointers", "tensors")
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class ReadyWeight:
         interleaved: bool = False,
     ) -> None:
         self.in_features, self.out_features = in_features, codes.shape[0]
+        self.tensors = (codes, scale, zero)
         self.pointers = _pointers(codes, scale, zero)
         sizes = (codes.shape[0], in_features, group_size, codes.shape[1], codes.shape[2])
         self._struct = _Struct(*self.pointers, native.KINDS[kind], interleaved, *sizes)

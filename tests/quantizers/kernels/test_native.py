@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,27 +54,15 @@ class Weight:
     def name(self) -> str:
         return self.kind.removesuffix(":asym")
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {"kind": self.name, "in_features": self.in_features, "group_size": self.group_size}
+
     def linear(self, x: Tensor, bias: Tensor | None = None, exact: bool = False) -> Tensor:
-        ready = ReadyWeight(
-            self.codes,
-            self.scale,
-            self.zero,
-            kind=self.name,
-            in_features=self.in_features,
-            group_size=self.group_size,
-        )
-        return ready.linear(x, bias, exact=exact)
+        return ReadyWeight(self.codes, self.scale, self.zero, **self.sizes).linear(x, bias, exact=exact)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        return native.dequantize(
-            self.codes,
-            self.scale,
-            self.zero,
-            kind=self.name,
-            in_features=self.in_features,
-            group_size=self.group_size,
-            dtype=dtype,
-        )
+        return native.dequantize(self.codes, self.scale, self.zero, dtype=dtype, **self.sizes)
 
     def _levels(self) -> Tensor:
         """``[out, groups, group]``: float32 values before the scale."""
