@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,10 @@ import torch
 
 from qkv.checkpoint.header import TensorEntry, read_header
 from qkv.checkpoint.paths import check_inside, model_home
-from qkv.checkpoint.raw import byte_view
+from qkv.checkpoint.raw import read_into
 from qkv.checkpoint.strict_json import read_object
 from qkv.checkpoint.weight_files import find_weights, is_pickle, refuse_pickle
 from qkv.errors import CheckpointError, shown
-from qkv.quantizers.kernels import native
 
 MAX_CLAIMED = 1000
 """A config.json may claim so many layers or experts, or as many as there are tensors: a module is built for each."""
@@ -163,17 +161,6 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _read_bytes(entry: TensorEntry, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=entry.dtype)
-    read = native.read_file if native.unavailable() is None and os.name == "posix" else _read_file
-    if not read(entry.path, offset, tensor):
+    if not read_into(entry.path, offset, tensor):
         raise CheckpointError(f"{entry.path} was cut short while it was being read; get it again")
     return tensor
-
-
-def _read_file(path: Path, offset: int, into: torch.Tensor) -> bool:
-    """As :func:`native.read_file`, on one thread."""
-    data = byte_view(into)
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        while data and (num_read := file.readinto(data)):  # one call to the system reads 2 GB at most
-            data = data[num_read:]
-    return not data

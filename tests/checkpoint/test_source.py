@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from qkv.checkpoint.header import DTYPES
+from qkv.checkpoint.raw import read_into
 from qkv.checkpoint.source import Source
 from qkv.errors import CheckpointError
 from qkv.quantizers.kernels import native
@@ -197,10 +198,10 @@ def test_what_is_read_and_what_is_not_there_any_more(
 @pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 def test_an_error_of_the_system_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match=tmp_path.name):
-        native.read_file(tmp_path, 0, torch.empty(3))
+        read_into(tmp_path, 0, torch.empty(3))
     (tmp_path / "file").write_bytes(bytes(12))
     with pytest.raises(OSError, match=r"Invalid argument.*file"):
-        native.read_file(tmp_path / "file", -1, torch.empty(3))
+        read_into(tmp_path / "file", -1, torch.empty(3))
 
 
 # huggingface/transformers#47176, #46913, diffusers#14175, kekzl/imp#1612: weight_map is attacker text.

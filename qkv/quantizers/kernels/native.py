@@ -32,7 +32,7 @@ MAX_ROWS: Final = 16
 FLOAT_ROWS: Final = 8
 """Rows of x that a product with a bfloat16 weight serves."""
 ANY_ROWS: Final = 2**62
-"""Where the kernels unpack panels themselves and multiply them at the processor's full speed."""
+"""Where many rows are served from the codes at the processor's full speed as well."""
 
 _level: str = LEVELS[0]
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
@@ -255,27 +255,6 @@ def quantize(
         torch.get_num_threads(),
     )
     return None if not_finite else (codes, scale, zero)
-
-
-def read_file(path: Path, offset: int, into: Tensor) -> bool:
-    """Fill ``into`` with the bytes of a file from ``offset`` on, on the threads of torch; POSIX only.
-
-    Args:
-        into: a contiguous tensor on the CPU, of any dtype.
-
-    Returns:
-        Whether the file has so many bytes.
-
-    Raises:
-        OSError: what the system says.
-    """
-    with path.open("rb", buffering=0) as file:
-        error = _library.qkv_read_file(  # type: ignore[union-attr]
-            file.fileno(), offset, into.data_ptr(), into.nbytes, torch.get_num_threads()
-        )
-    if error > 0:
-        raise OSError(error, os.strerror(error), str(path))
-    return not error
 
 
 def decode_scale(codes: Tensor, values: Tensor, absmax: Tensor, offset: Tensor, limit: float) -> Tensor:
