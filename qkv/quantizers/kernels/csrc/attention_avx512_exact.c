@@ -5,38 +5,6 @@
 
 #include "attention_avx512.h"
 
-/* Sixteen rows of 64 bytes, as 32-bit words, transposed. */
-INLINE void transpose16(__m512i *x)
-{
-    __m512i y[16];
-    QKV_UNROLL
-    for (int i = 0; i < 16; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    QKV_UNROLL
-    for (int i = 0; i < 16; i += 4) {
-        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-    }
-    QKV_UNROLL
-    for (int i = 0; i < 4; ++i) {
-        y[i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0x88);
-        y[4 + i] = _mm512_shuffle_i32x4(x[i], x[4 + i], 0xdd);
-        y[8 + i] = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0x88);
-        y[12 + i] = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0xdd);
-    }
-    QKV_UNROLL
-    for (int i = 0; i < 4; ++i) {
-        x[i] = _mm512_shuffle_i32x4(y[i], y[8 + i], 0x88);
-        x[8 + i] = _mm512_shuffle_i32x4(y[i], y[8 + i], 0xdd);
-        x[4 + i] = _mm512_shuffle_i32x4(y[4 + i], y[12 + i], 0x88);
-        x[12 + i] = _mm512_shuffle_i32x4(y[4 + i], y[12 + i], 0xdd);
-    }
-}
-
 /* Sixteen tokens of 32 channels each way of a bf16 pair, transposed; returns the words. */
 INLINE ptrdiff_t transpose_halves(const struct qkv_tile *tile, ptrdiff_t first, __m512i *to)
 {
@@ -50,7 +18,7 @@ INLINE ptrdiff_t transpose_halves(const struct qkv_tile *tile, ptrdiff_t first, 
             x[i] = _mm512_maskz_loadu_epi16(mask, tile->codes[QKV_KEYS] + from);
             _mm_prefetch((const char *)tile->ahead[QKV_KEYS] + from, _MM_HINT_T1);
         }
-        transpose16(x);
+        transpose(x);
         QKV_UNROLL
         for (int i = 0; i < 16; ++i) _mm512_store_si512(to + at / 2 + i, x[i]);
     }
@@ -70,7 +38,7 @@ INLINE ptrdiff_t transpose_floats(const struct qkv_tile *tile, ptrdiff_t first, 
             x[i] = _mm512_castps_si512(load_floats(keys, side->dtype, first_lanes(dim - at)));
             _mm_prefetch((const char *)tile->ahead[QKV_KEYS] + from, _MM_HINT_T1);
         }
-        transpose16(x);
+        transpose(x);
         QKV_UNROLL
         for (int i = 0; i < 16; ++i) _mm512_store_si512(to + at + i, x[i]);
     }
