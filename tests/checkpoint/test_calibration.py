@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qkv.checkpoint.calibration import find_calibration, read_texts
+from qkv.checkpoint.dequantize import dequantize_checkpoint
 from qkv.checkpoint.load import load
 from qkv.checkpoint.quantize import quantize_checkpoint
 from qkv.errors import QkvError
@@ -45,6 +46,25 @@ def test_to_quantize_the_files_is_to_patch_the_model(family: str, checkpoint: Ch
     assert ("not in the calibration" in str(report)) == bool(tables)
     plain = quantize_checkpoint(checkpoint(family), tmp_path / "plain", embeddings="int8")
     assert plain.footprint.rows == report.footprint.rows and not plain.uncalibrated
+
+
+@pytest.mark.parametrize(
+    ("layout", "format"), [("bnb", "nf4:g32"), ("compressed-tensors", "int4:g32"), ("compressed-tensors", "int8:g32")]
+)
+def test_the_scales_found_are_those_of_every_layout(
+    layout: str, format: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """The same weights as in our own layout, and others than without a calibration."""
+    source, calibration = checkpoint("llama"), made(tiny("llama"))
+    quantize_checkpoint(source, tmp_path / "ours", format, calibrate=calibration)
+    quantize_checkpoint(source, tmp_path / "theirs", format, layout=layout, calibrate=calibration)
+    quantize_checkpoint(source, tmp_path / "plain", format, layout=layout)
+    for name in ("ours", "theirs", "plain"):
+        dequantize_checkpoint(tmp_path / name, tmp_path / f"{name}-floats")
+    ours, theirs, plain = (tensors_in(tmp_path / f"{name}-floats") for name in ("ours", "theirs", "plain"))
+    for name, tensor in ours.items():
+        assert torch.allclose(theirs[name].float(), tensor.float(), rtol=1e-2, atol=1e-3 * float(tensor.abs().max()))
+    assert any(not torch.equal(theirs[name], plain[name]) for name in theirs)
 
 
 def test_from_a_text_from_lines_and_from_a_file(source: Path, tmp_path: Path, capsys: Any) -> None:

@@ -36,16 +36,38 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_workers_write_the_same_bytes(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    SMALL,
+    {"format": "nf4:double", "layout": "bnb", "max_shard_size": "10KB"},
+    {"format": "int4:g32", "layout": "compressed-tensors", "max_shard_size": "10KB"},
+)
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: options.get("layout", "qkv"))
+def test_workers_write_the_same_bytes(
+    options: dict[str, Any], checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = checkpoint("llama")
     advanced: list[int] = []
     monkeypatch.setattr(Progress, "advance", lambda self, item="", amount=1: advanced.append(amount))
     for folder, workers in (("one", 1), ("two", 2)):
-        quantize_checkpoint(source, tmp_path / folder, **SMALL, workers=workers)
+        quantize_checkpoint(source, tmp_path / folder, **options, workers=workers)
         assert sum(advanced) == Source.open(source).nbytes  # the bar is full
         advanced.clear()
     assert tree(tmp_path / "one") == tree(tmp_path / "two") and len(list((tmp_path / "two").glob("model-*"))) > 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"] and not active_children()
+
+
+@pytest.mark.parametrize("options", LAYOUTS[1:], ids=lambda options: options["layout"])
+def test_parts_in_a_layout_of_others_make_the_same_model(
+    options: dict[str, Any], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    source = checkpoint("llama")
+    quantize_checkpoint(source, tmp_path / "one", **options)
+    for part in (1, 2):
+        quantize_checkpoint(source, tmp_path / f"part{part}", **options, shard=f"{part}/2")
+    merge_checkpoint([tmp_path / "part1", tmp_path / "part2"], tmp_path / "merged")
+    assert tree(tmp_path / "merged") == tree(tmp_path / "one")
 
 
 def test_an_error_of_one_worker_stops_all_with_its_one_line(checkpoint: Checkpoint, tmp_path: Path) -> None:
