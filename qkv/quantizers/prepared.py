@@ -119,6 +119,8 @@ class Prepared(Holder):
 
     def quantized(self, name: str = "weight") -> QuantizedTensor:
         """The tensor held under ``name``, in the stored order."""
+        if torch.compiler.is_compiling():  # a lock cannot be traced, and `strips` has refused what is interleaved
+            return super().quantized(name)
         with _TURNING:
             self.put_in_order()
             return super().quantized(name)
