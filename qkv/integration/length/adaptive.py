@@ -22,8 +22,9 @@ LEAST_WAIT: Final = 8
 MOST_WAIT: Final = 64
 GROWTH: Final = 3
 LATELY: Final = 3
-"""A draft is at most ``PROBE`` and ``GROWTH`` times what was accepted of the best of the newest ones: the record knows
-first tokens well and overrates later ones, which are seldom tried where copying fails."""
+"""A draft is at most ``PROBE`` and ``GROWTH`` times what was accepted of the best of the newest ones, or as long as the
+match it was found by: the record knows first tokens well and overrates later ones, which are seldom tried where copying
+fails."""
 FREE: Final = 0.02
 """Cost of a drafted token, in steps of one, below which drafting needs no thought."""
 
@@ -71,7 +72,7 @@ class Adaptive:
         """The tokens worth verifying, given what kind of draft it is."""
         if not len(draft) or not self._is_free:
             return len(draft)
-        return self._choose(draft.confidence, self._within_reach(len(draft)), 0.0)
+        return self._choose(draft.confidence, self._within_reach(draft), 0.0)
 
     def update(self, outcome: Outcome) -> None:
         """Learn costs and acceptance."""
@@ -94,9 +95,9 @@ class Adaptive:
     def _is_free(self) -> bool:
         return bool(self._draft_costs) and median_low(self._draft_costs) < FREE
 
-    def _within_reach(self, drafted: int) -> int:
-        reach = PROBE + GROWTH * max(self._lately, default=0)
-        return drafted if drafted <= reach else max(block for block in BLOCKS if block <= reach + 1) - 1
+    def _within_reach(self, draft: Draft) -> int:
+        reach = max(draft.confidence, PROBE + GROWTH * max(self._lately, default=0))
+        return len(draft) if len(draft) <= reach else max(block for block in BLOCKS if block <= reach + 1) - 1
 
     def _choose(self, confidence: int, limit: int, draft_cost: float) -> int:
         best, value, tokens, survival = 0, -inf, 0.0, 1.0
