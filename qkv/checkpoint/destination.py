@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -63,28 +64,24 @@ class Destination:
         self._final = resolved(Path(dst))
         self._overwrite, self._restart = overwrite, restart
         self._identity = dict(identity or {})
-        self._partial = self._final.parent / f".{self._final.name}.partial"
-        self._lock: int | None = None
+        self._partial = partial_of(dst)
+        self._lock = ExitStack()
         if source_dir is not None:
             check_apart(self._final, source_dir)
         if not self._find_published():
             _check_replaceable(self._final, overwrite)
 
     def __enter__(self) -> Path:
-        try:
-            self._lock = lock_folder(self._partial)
-            self.is_published = self._find_published()
-            self.journal = self._open_journal()
-            if not self.is_published:
-                (self._partial / _MODEL).mkdir(exist_ok=True)
-        except BlockingIOError:
-            raise CheckpointError(f"another run is writing {self._final} just now; wait for it, or stop it") from None
-        except OSError as error:
-            self._unlock()
-            raise CheckpointError(f"cannot write in {self._final.parent}: {error.strerror}") from error
-        except BaseException:
-            self._unlock()
-            raise
+        with ExitStack() as lock:
+            lock.enter_context(locked_folder(self._partial, self._final))
+            try:
+                self.is_published = self._find_published()
+                self.journal = self._open_journal()
+                if not self.is_published:
+                    (self._partial / _MODEL).mkdir(exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"cannot write in {self._final.parent}: {error.strerror}") from error
+            self._lock = lock.pop_all()
         return self._partial / _MODEL
 
     def __exit__(
@@ -99,7 +96,7 @@ class Destination:
         finally:
             if not (self._identity and isinstance(error, RESUMABLE)):
                 self._remove()
-            self._unlock()
+            self._lock.close()
 
     def keeps_after(self, error: BaseException) -> Path | None:
         """The folder that stays after an error, for a later run to go on with."""
@@ -169,10 +166,31 @@ class Destination:
         for name in (_MODEL, _REPLACED):
             shutil.rmtree(self._partial / name, ignore_errors=True)
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+
+def partial_of(dst: str | Path) -> Path:
+    """Where work on ``dst`` waits that is not finished."""
+    final = resolved(Path(dst))
+    return final.parent / f".{final.name}.partial"
+
+
+@contextmanager
+def locked_folder(folder: Path, dst: str | Path) -> Iterator[None]:
+    """A folder for the work on ``dst`` of this run alone, made where it is missing.
+
+    Raises:
+        CheckpointError: another run has it, or it cannot be made.
+    """
+    try:
+        lock = lock_folder(folder)
+    except BlockingIOError:
+        raise CheckpointError(f"another run is writing {dst} just now; wait for it, or stop it") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot write in {folder.parent}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def _first(found: Journal, identity: Mapping[str, Any]) -> str:

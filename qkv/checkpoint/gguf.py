@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import secrets
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from qkv.checkpoint.destination import Destination
+from qkv.checkpoint.destination import Destination, locked_folder, partial_of
 from qkv.checkpoint.gguf_header import gguf_items, is_gguf
 from qkv.errors import CheckpointError, QkvError
 from qkv.integration.compat import gguf_options, no_bars_in_pipes
 from qkv.integration.skeleton import first_line
+
+COPY: Final = re.compile(r"\d+-\d+|\.\d+-\d+\.partial")
+"""Of a file of that size and time, whole or not."""
 
 
 def convert_gguf(path: str | Path, dst: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -38,23 +41,45 @@ def convert_gguf(path: str | Path, dst: str | Path, *, dtype: torch.dtype = torc
 
 
 @contextmanager
-def as_directory(src: str | Path, dst: str | Path, overwrite: bool) -> Iterator[Path]:
+def as_directory(src: str | Path, dst: str | Path, overwrite: bool, restart: bool) -> Iterator[Path]:
     """``src`` itself; of a ``.gguf`` file a dequantized copy beside ``dst``, for the length of a ``with`` block.
 
+    The copy stays as long as unfinished work of ``dst`` does, which goes on from it, and as it is named by the
+    file's size and time, from no other.
+
     Raises:
-        CheckpointError: ``dst`` may not be written, said before the copy is made; or as :func:`convert_gguf`.
+        CheckpointError: ``dst`` may not be written, said before the copy is made; another run is making it; or as
+            :func:`convert_gguf`.
     """
-    src = Path(src)
-    if not is_gguf(src):
-        yield src
+    path = Path(src)
+    if not is_gguf(path):
+        yield path
         return
-    Destination(dst, overwrite=overwrite)
-    copy = Path(dst).absolute().parent / f".{Path(dst).name}.gguf-{secrets.token_hex(4)}"
     try:
-        convert_gguf(src, copy)
-        yield copy
-    finally:
-        shutil.rmtree(copy, ignore_errors=True)
+        stat = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    partial = partial_of(dst)
+    holder = partial.with_suffix(".gguf")
+    copy = holder / f"{stat.st_size}-{stat.st_mtime_ns}"
+    with locked_folder(holder, dst):
+        try:
+            if restart or not copy.exists():
+                Destination(dst, overwrite=overwrite, restart=restart)
+                _remove_copies(holder)
+                convert_gguf(path, copy)
+            yield copy
+        finally:
+            if not partial.exists():
+                _remove_copies(holder)
+                holder.rmdir()
+
+
+def _remove_copies(holder: Path) -> None:
+    for path in holder.iterdir():
+        if not COPY.fullmatch(path.name):
+            raise CheckpointError(f"{holder} is needed to work in and holds {path.name!r}; move it away")
+        shutil.rmtree(path)
 
 
 def gguf_config(path: Path) -> dict[str, Any]:

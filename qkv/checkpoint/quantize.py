@@ -93,7 +93,7 @@ def quantize_checkpoint(
 
     Args:
         src: a directory with ``config.json`` and safetensors, one file or sharded; it is only read. Or a ``.gguf``
-            file, which transformers reads whole and which is written dequantized beside ``dst`` meanwhile.
+            file, which transformers reads whole and which meanwhile lies dequantized in ``.NAME.gguf`` beside ``dst``.
         dst: the directory to make.
         format, skip, embeddings, overrides: as for :func:`qkv.quantize_`.
         layout: how the files hold them: ``"qkv"``; ``"bnb"`` (nf4, int8:row), which stock transformers loads with
@@ -116,7 +116,7 @@ def quantize_checkpoint(
     settings = Settings.parse(format, skip, embeddings, overrides)
     target = layout_named(layout)
     target.check(settings)
-    with as_directory(src, dst, overwrite) as directory, Source.open(directory) as source:
+    with as_directory(src, dst, overwrite, restart) as directory, Source.open(directory) as source:
         refuse_quantized(source)
         source.require_config()
         chooser = Chooser(source.directory, settings, source.entries)
