@@ -1,7 +1,8 @@
 """The speculative decoder against transformers' own greedy decoding and its prompt lookup: ratios of time.
 
-    python -m benchmarks.decode MODEL [--dtype bfloat16] [--weights int8] [--tokens 160] [--rounds 1] [--threads 1]
-                                [--kinds copy story] [--texts 1] [--variants none lookup] [--json FILE]
+    python -m benchmarks.decode MODEL [--dtype bfloat16] [--weights int8] [--prepared] [--tokens 160]
+                                [--rounds 1] [--threads 1] [--kinds copy story] [--texts 1]
+                                [--variants none lookup] [--json FILE]
     python -m benchmarks.decode --device cuda [--tokens 160] [--json FILE]
 
 All variants take turns in every round; the ratio is the time of transformers' greedy over that of the variant, CPU
@@ -108,7 +109,7 @@ def same_until(first: Tensor, second: Tensor) -> int:
 def show(row: dict[str, Any]) -> None:
     """One line."""
     print(
-        f"{row['prompt']:12} {row['weights']:9} {row['variant']:13} {row['seconds']:7.2f} s {row['ratio']:6.2f}x  "
+        f"{row['prompt']:12} {row['weights']:18} {row['variant']:13} {row['seconds']:7.2f} s {row['ratio']:6.2f}x  "
         f"equal {row['equal']}/{row['tokens']}  {row['note']}",
         flush=True,
     )
@@ -121,7 +122,7 @@ def pooled(rows: list[dict[str, Any]]) -> list[str]:
         key = row["prompt"].split()[0], row["weights"], row["variant"]
         total[key] = total.get(key, 0.0) + row["seconds"]
     return [
-        f"{kind:12} {weights:9} {variant:13} {total[kind, weights, 'greedy'] / seconds:6.2f}x over all its texts"
+        f"{kind:12} {weights:18} {variant:13} {total[kind, weights, 'greedy'] / seconds:6.2f}x over all its texts"
         for (kind, weights, variant), seconds in total.items()
     ]
 
@@ -149,6 +150,9 @@ def on_model(args: argparse.Namespace) -> list[dict[str, Any]]:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
     if args.weights:
         qkv.quantize_(model, args.weights)
+    if args.prepared:
+        qkv.prepare_(model)
+    weights = f"{args.weights or args.dtype}{', prepared' * args.prepared}"
     rows = []
     for kind in args.kinds:
         for number in args.texts:
@@ -159,7 +163,7 @@ def on_model(args: argparse.Namespace) -> list[dict[str, Any]]:
             if not rows:
                 measure(model, ids, 8, 1, args.variants)  # caches are warm, kernels chosen
             for row in measure(model, ids, args.tokens, args.rounds, args.variants):
-                rows.append({"prompt": f"{kind} {number}", "weights": args.weights or args.dtype, **row})
+                rows.append({"prompt": f"{kind} {number}", "weights": weights, **row})
                 show(rows[-1])
             save(args.json, rows)
     return rows
@@ -195,6 +199,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--weights", help="a format: int8, nf4 …")
+    parser.add_argument("--prepared", action="store_true", help="call qkv.prepare_ first, for every variant")
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)

@@ -27,7 +27,7 @@ FORMATS: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("nf4, head int8", "nf4", {"embeddings": "int8"}),
     ("int4", "int4", {}),
 )
-FEW: Final = ("int8", "nf4", "nf4, head int8")
+FEW: Final = ("int8", "int8, head int8", "nf4", "nf4, head int8")
 """Formats measured where no one model was asked for."""
 
 

@@ -24,14 +24,14 @@ def directories(plan: Plan) -> Iterator[list[Path]]:
 
 
 def random_llama(directory: Path, width: int) -> Path:
-    """A Llama of random bf16 weights: 16 layers, 32,000 tokens; 2,048 wide it has 1.0 billion parameters."""
+    """A Llama of random bf16 weights: 22 layers, 32,000 tokens; 2,048 wide it has 1.06 billion parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=32_000,
         hidden_size=width,
         intermediate_size=width * 11 // 4,
-        num_hidden_layers=16,
+        num_hidden_layers=22,
         num_attention_heads=width // 64,
         num_key_value_heads=width // 256,
         tie_word_embeddings=True,
