@@ -1,4 +1,4 @@
-"""Prepare a quantized model for decoding: weights interleaved in memory where that is faster."""
+"""Prepare a model for decoding: weights interleaved in memory, and the small steps between products native."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from qkv.integration.step import slow_down_, speed_up_
 from qkv.quantizers.float_linear import FloatLinear, cannot_serve
 from qkv.quantizers.holder import Holder
 from qkv.quantizers.prepared import Prepared
@@ -23,17 +24,21 @@ class Preparation:
         nbytes: bytes of their codes and scales, which stay as many as they were.
         floats: the unquantized linear layers whose products of a few rows are the native library's now.
         left: the other quantized modules, and why.
+        norms: the norms that are the native library's now.
     """
 
     names: tuple[str, ...]
     nbytes: int
     floats: tuple[str, ...]
     left: dict[str, str]
+    norms: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{len(self.names)} weights interleaved for decoding, {format_bytes(self.nbytes)}"]
         if self.floats:
             lines.append(f"{len(self.floats)} weights in bfloat16 read by the native library")
+        if self.norms:
+            lines.append(f"{len(self.norms)} norms and what lies between products done by the native library")
         reasons = Counter(self.left.values())
         lines += [f"{count} left in the stored order: {reason}" for reason, count in reasons.items()]
         return "\n".join(lines)
@@ -67,7 +72,7 @@ def prepare_(model: nn.Module) -> Preparation:
         module.prepared = True
         names.append(name)
         nbytes += module.quantized().nbytes
-    return Preparation(tuple(names), nbytes, _prepare_floats(model), left)
+    return Preparation(tuple(names), nbytes, _prepare_floats(model), left, speed_up_(model))
 
 
 def _prepare_floats(model: nn.Module) -> tuple[str, ...]:
@@ -83,6 +88,7 @@ def _prepare_floats(model: nn.Module) -> tuple[str, ...]:
 
 def unprepare_(model: nn.Module) -> None:
     """Undo :func:`prepare_`: every weight in the stored order, for good."""
+    slow_down_(model)
     for module in model.modules():
         if type(module) is FloatLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]

@@ -1,0 +1,131 @@
+"""What decoding does between its products, made native: norms, and the attention of one token.
+
+A token of a small model costs as much in torch's small operations, six for a norm, as in products. That a norm is one
+that the native library knows is tried and not told from names alone: it must agree on random rows.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from qkv.integration.hf_dense import stock_attention
+from qkv.quantizers.kernels import native, native_step
+from qkv.quantizers.kernels.native_step import is_plain
+
+NAME: Final = "qkv_prepared"
+EPSILONS: Final = ("variance_epsilon", "eps")
+"""What norms call the number that is added to the mean square."""
+_SETTINGS: Final = "_qkv_norm"
+
+
+def speed_up_(model: nn.Module) -> tuple[str, ...]:
+    """Replace norms, and scaled-dot-product attention of one token, where the native library gives the same.
+
+    Returns:
+        The names of the norms.
+    """
+    if native.unavailable() is not None or native.EXACT:
+        return ()
+    norms = {name: module for name, module in model.named_modules() if _replace_norm(module)}
+    if _implementation(model) == "sdpa":
+        _register()
+        model.set_attn_implementation(NAME)  # type: ignore[operator]
+    return tuple(norms)
+
+
+def slow_down_(model: nn.Module) -> None:
+    """Give back the model's own norms and attention."""
+    for module in model.modules():
+        if _is_replaced(module):
+            del module.forward, vars(module)[_SETTINGS]
+    if _implementation(model) == NAME:
+        model.set_attn_implementation("sdpa")  # type: ignore[operator]
+
+
+# ---- norms ----
+
+
+def _replace_norm(module: nn.Module) -> bool:
+    """Whether it is a norm that the native library knows; then its ``forward`` is another from now on."""
+    if not type(module).__name__.endswith("RMSNorm") or "forward" in vars(module):
+        return False
+    weight = module._parameters.get("weight")
+    if weight is None or len(module._parameters) > 1 or weight.ndim != 1 or not is_plain(weight.detach()):
+        return False
+    eps = next((value for name in EPSILONS if isinstance(value := getattr(module, name, None), float)), None)
+    offset = None if eps is None else _offset_of(module, weight, eps)
+    if eps is None or offset is None:
+        return False
+    module.forward = MethodType(_forward, module)
+    vars(module)[_SETTINGS] = (eps, offset)
+    return True
+
+
+@torch.no_grad()
+def _offset_of(module: nn.Module, weight: Tensor, eps: float) -> float | None:
+    """What is added to the weight, found by trying; None where neither choice gives the module's own values."""
+    x = torch.randn(4, weight.shape[0], generator=torch.Generator().manual_seed(0)).mul(3).to(torch.bfloat16)
+    try:
+        wanted = type(module).forward(module, x)
+    except Exception:  # a norm that takes something else than rows
+        return None
+    for offset in (0.0, 1.0):
+        found = native_step.rms_norm(x, weight, eps, offset)
+        if wanted.dtype == found.dtype and torch.allclose(found, wanted, rtol=2**-7, atol=0):
+            if (found == wanted).float().mean() > 0.98:
+                return offset
+    return None
+
+
+def _forward(self: nn.Module, x: Tensor, *others: Any, **options: Any) -> Tensor:
+    weight = self._parameters["weight"]
+    is_served = (
+        not (others or options or torch.compiler.is_compiling())
+        and weight is not None
+        and x.numel() <= native_step.MOST
+        and x.shape[-1] == weight.shape[0]
+        and x.is_contiguous()
+        and is_plain(x)
+        and is_plain(weight)
+    )
+    if not is_served:
+        return type(self).forward(self, x, *others, **options)  # type: ignore[no-any-return]
+    return native_step.rms_norm(x, weight, *vars(self)[_SETTINGS])  # type: ignore[arg-type]
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    return getattr(vars(module).get("forward"), "__func__", None) is _forward
+
+
+# ---- attention ----
+
+
+def _implementation(model: nn.Module) -> str | None:
+    if not getattr(model, "_supports_attention_backend", False):
+        return None
+    return getattr(model.config, "_attn_implementation", None)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Stock attention; that of one token over all of its keys by the native library."""
+    scale = options.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    is_plain_step = attention_mask is None and not options.get("dropout") and options.get("position_bias") is None
+    if is_plain_step and not torch.compiler.is_compiling() and scale > 0:
+        if native_step.serves_attention(query, key, value):
+            return native_step.attend_one(query, key, value, scale), None
+    return stock_attention()(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]

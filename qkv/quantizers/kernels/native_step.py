@@ -1,0 +1,94 @@
+"""What a step of a few tokens takes between its products, by the native library, in bfloat16.
+
+Like those of :mod:`native` the functions are called often and check nothing: whoever calls them has asked
+:func:`is_plain` about every tensor.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_float
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qkv.quantizers.kernels import native
+from qkv.quantizers.kernels.native_attention import Call, run
+
+MOST: Final = 65536
+"""Elements of a step; of more, torch's operations are worth their calls."""
+MOST_ROWS: Final = 8
+"""Rows of a batch whose attention is served: one call each."""
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether it is bfloat16 on the CPU, for values alone."""
+    return x.dtype == torch.bfloat16 and x.is_cpu and not (x.requires_grad and torch.is_grad_enabled())
+
+
+@cache
+def _declare() -> None:
+    pointer, size = native._POINTER, native._SIZE
+    library = native.library()
+    library.qkv_rms_norm.argtypes = [pointer] * 3 + [size] * 2 + [c_float] * 2
+    library.qkv_rms_norm.restype = None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """``x / sqrt(mean(x²) + eps)``, summed in float32, times ``offset + weight``.
+
+    Args:
+        x: ``[..., columns]``, contiguous.
+        weight: ``[columns]``, contiguous.
+        eps: added to the mean square.
+        offset: 0, where the normalised x is rounded to bfloat16 before it is multiplied, as Llama does; or 1, where it
+            is not, as Gemma does.
+    """
+    _declare()
+    y, columns = torch.empty_like(x), weight.shape[0]
+    arguments = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // columns, columns, eps, offset)
+    native.library().qkv_rms_norm(*arguments)
+    return y
+
+
+def serves_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether :func:`attend_one` takes these; it is fast where the library has AVX-512."""
+    return (
+        query.shape[2] == 1
+        and query.shape[0] <= MOST_ROWS
+        and query.shape[1] % key.shape[1] == 0
+        and native.level() == "avx512"
+        and native.unavailable() is None
+        and all(is_plain(x) and x.stride(3) == 1 for x in (query, key, value))
+    )
+
+
+def attend_one(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention of one query a row over all keys.
+
+    Args:
+        query: ``[batch, heads, 1, dim]``.
+        key, value: ``[batch, kv heads, tokens, dim]``; any strides, channels side by side.
+        scale: of the scores, above 0.
+
+    Returns:
+        bfloat16 ``[batch, 1, heads, value dim]``.
+    """
+    batch, heads = query.shape[:2]
+    kv_heads, width, dtype = key.shape[1], value.shape[3], native.DTYPES[torch.bfloat16]
+    output = query.new_empty(batch, 1, heads, width)
+    call = Call(heads=kv_heads, group=heads // kv_heads, tokens=1, dtype=dtype, num_open=1, block_size=64, scale=scale)
+    call.query_head_stride, call.query_token_stride = query.stride(1), query.stride(2)
+    tail = call.tail
+    tail.tokens, tail.dtype = key.shape[2], dtype
+    for part, tensor in enumerate((key, value)):
+        call.side[part].dim, call.side[part].dtype = tensor.shape[3], dtype
+        tail.head_stride[part], tail.token_stride[part] = tensor.stride(1), tensor.stride(2)
+    for row in range(batch):
+        call.queries = query.data_ptr() + 2 * row * query.stride(0)
+        call.output = output.data_ptr() + 2 * row * heads * width
+        tail.data[0] = key.data_ptr() + 2 * row * key.stride(0)
+        tail.data[1] = value.data_ptr() + 2 * row * value.stride(0)
+        run(call)
+    return output
