@@ -19,7 +19,7 @@ from qkv.integration.step import NAME, slow_down_, speed_up_
 from qkv.quantizers.kernels import native, native_step
 from tests.helpers import prompt, tiny
 
-needs_library = pytest.mark.skipif(native.unavailable() is not None, reason="needs the native library")
+needs_library = pytest.mark.skipif(native.unavailable() is not None or native.EXACT, reason="needs the native library")
 needs_avx512 = pytest.mark.skipif(native.level() != "avx512", reason="needs AVX-512")
 pytestmark = needs_library
 
