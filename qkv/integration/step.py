@@ -1,4 +1,4 @@
-"""What decoding does between its products, made native: norms, and the attention of one token.
+"""What decoding does between its products, made native: norms, and the attention of a few tokens.
 
 A token of a small model costs as much in torch's small operations, six for a norm, as in products. That a norm is one
 that the native library knows is tried and not told from names alone: it must agree on random rows.
@@ -6,6 +6,8 @@ that the native library knows is tried and not told from names alone: it must ag
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, Final
 
@@ -20,10 +22,12 @@ NAME: Final = "qkv_prepared"
 EPSILONS: Final = ("variance_epsilon", "eps")
 """What norms call the number that is added to the mean square."""
 _SETTINGS: Final = "_qkv_norm"
+_read_mask: tuple[Callable[[], Tensor | None], bool] = (lambda: None, False)
+"""The newest mask that was looked at, and whether it is the causal one."""
 
 
 def speed_up_(model: nn.Module) -> tuple[str, ...]:
-    """Replace norms, and scaled-dot-product attention of one token, where the native library gives the same.
+    """Replace norms, and scaled-dot-product attention of a few tokens, where the native library gives the same.
 
     Returns:
         The names of the norms.
@@ -110,6 +114,22 @@ def _implementation(model: nn.Module) -> str | None:
     return getattr(model.config, "_attn_implementation", None)
 
 
+def _is_causal(module: Any, mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
+    """Whether the newest tokens see all that are not newer than they. One mask serves all layers: it is read once."""
+    global _read_mask
+    tokens, seen = query.shape[2], key.shape[2]
+    if mask is None:
+        return tokens == 1 or (tokens == seen and bool(getattr(module, "is_causal", True)))
+    if mask.dtype != torch.bool or mask.shape[-2:] != (tokens, seen):
+        return False
+    known, verdict = _read_mask
+    if known() is not mask:
+        causal = torch.ones(tokens, seen, dtype=torch.bool).tril(seen - tokens)
+        verdict = torch.equal(mask, causal.expand(mask.shape))
+        _read_mask = (weakref.ref(mask), verdict)
+    return verdict
+
+
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -121,11 +141,11 @@ def _register() -> None:
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Stock attention; that of one token over all of its keys by the native library."""
+    """Stock attention; that of a few tokens, masked causally alone, by the native library."""
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    is_plain_step = attention_mask is None and not options.get("dropout") and options.get("position_bias") is None
-    if is_plain_step and not torch.compiler.is_compiling() and scale > 0:
-        if native_step.serves_attention(query, key, value):
-            return native_step.attend_one(query, key, value, scale), None
+    is_usual = not options.get("dropout") and options.get("position_bias") is None and options.get("is_causal") is None
+    if is_usual and scale > 0 and not torch.compiler.is_compiling():
+        if native_step.serves_attention(query, key, value) and _is_causal(module, attention_mask, query, key):
+            return native_step.attend_few(query, key, value, scale), None
     return stock_attention()(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]

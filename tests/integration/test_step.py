@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from qkv.integration.decoder import SpeculativeDecoder
 from qkv.integration.decoding import prepare_, unprepare_
 from qkv.integration.hf_cache import KVCache
 from qkv.integration.step import NAME, slow_down_, speed_up_
@@ -90,17 +91,21 @@ def test_what_is_not_served_is_the_norms_own() -> None:
 @needs_avx512
 @given(
     batch=st.integers(1, 3), kv_heads=st.integers(1, 3), group=st.integers(1, 4), dim=st.sampled_from([8, 33, 64, 128]),
-    tokens=st.integers(1, 200), laid=st.booleans(),
+    queries=st.integers(1, 16), before=st.integers(0, 200), laid=st.booleans(),
 )  # fmt: skip
-def test_attention_of_one_token(batch: int, kv_heads: int, group: int, dim: int, tokens: int, laid: bool) -> None:
-    query = randn(batch, kv_heads * group, 1, dim)
+def test_attention_of_a_few_tokens(
+    batch: int, kv_heads: int, group: int, dim: int, queries: int, before: int, laid: bool
+) -> None:
+    tokens = before + queries
+    query = randn(batch, kv_heads * group, queries, dim)
     key, value = randn(batch, kv_heads, tokens, dim, seed=1), randn(batch, kv_heads, tokens, dim, seed=2)
     if laid:  # as caches that lay tokens first give them
         key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
     assert native_step.serves_attention(query, key, value)
-    found = native_step.attend_one(query, key, value, dim**-0.5)
+    found = native_step.attend_few(query, key, value, dim**-0.5)
     keys, values = (x.double().repeat_interleave(group, 1) for x in (key, value))
-    wanted = nn.functional.scaled_dot_product_attention(query.double(), keys, values).transpose(1, 2)
+    mask = torch.ones(queries, tokens, dtype=torch.bool).tril(before)
+    wanted = nn.functional.scaled_dot_product_attention(query.double(), keys, values, mask).transpose(1, 2)
     assert torch.allclose(found.double(), wanted, rtol=0, atol=0.01 * float(value.abs().max()))
 
 
@@ -130,18 +135,23 @@ def test_the_native_attention_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> N
     model = tiny("llama", dtype=torch.bfloat16)
     calls: list[int] = []
     prepare_(model)
-    attend = native_step.attend_one
+    attend = native_step.attend_few
 
     def counted(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         calls.append(key.shape[2])
         return attend(query, key, value, scale)
 
-    monkeypatch.setattr(native_step, "attend_one", counted)
+    monkeypatch.setattr(native_step, "attend_few", counted)
     model.generate(prompt(5), max_new_tokens=4, do_sample=False, min_new_tokens=4)
-    assert calls == [n for n in (6, 7, 8) for _ in range(model.config.num_hidden_layers)]
+    assert calls == [n for n in (5, 6, 7, 8) for _ in range(model.config.num_hidden_layers)]
+    calls.clear()
+    decoder = SpeculativeDecoder(model, source="lookup", length=3)
+    decoder.generate(torch.tensor([[1, 2, 3, 1, 2]]), max_new_tokens=4, do_sample=False)
+    assert decoder.stats.target_calls == len(calls) // model.config.num_hidden_layers  # drafts are verified by it, too
+    calls.clear()
     padded = torch.tensor([[0, 0, 1, 1, 1]])  # masked: not served
     model.generate(prompt(5), attention_mask=padded, max_new_tokens=4, do_sample=False, min_new_tokens=4)
-    assert len(calls) == 3 * model.config.num_hidden_layers
+    assert not calls
 
 
 @needs_avx512

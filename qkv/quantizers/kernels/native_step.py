@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qkv.quantizers.kernels import native
-from qkv.quantizers.kernels.native_attention import Call, run
+from qkv.quantizers.kernels.native_attention import MAX_QUERIES, Call, run
 
 MOST: Final = 65536
 """Elements of a step; of more, torch's operations are worth their calls."""
@@ -53,9 +53,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 
 
 def serves_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether :func:`attend_one` takes these; it is fast where the library has AVX-512."""
+    """Whether :func:`attend_few` takes these; it is fast where the library has AVX-512."""
     return (
-        query.shape[2] == 1
+        0 < query.shape[2] <= min(MAX_QUERIES, key.shape[2])
         and query.shape[0] <= MOST_ROWS
         and query.shape[1] % key.shape[1] == 0
         and native.level() == "avx512"
@@ -64,21 +64,22 @@ def serves_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def attend_one(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention of one query a row over all keys.
+def attend_few(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention of the newest tokens, up to ``MAX_QUERIES`` of them: the last one sees all keys.
 
     Args:
-        query: ``[batch, heads, 1, dim]``.
+        query: ``[batch, heads, queries, dim]``.
         key, value: ``[batch, kv heads, tokens, dim]``; any strides, channels side by side.
         scale: of the scores, above 0.
 
     Returns:
-        bfloat16 ``[batch, 1, heads, value dim]``.
+        bfloat16 ``[batch, queries, heads, value dim]``.
     """
-    batch, heads = query.shape[:2]
+    batch, heads, queries, _ = query.shape
     kv_heads, width, dtype = key.shape[1], value.shape[3], native.DTYPES[torch.bfloat16]
-    output = query.new_empty(batch, 1, heads, width)
-    call = Call(heads=kv_heads, group=heads // kv_heads, tokens=1, dtype=dtype, num_open=1, block_size=64, scale=scale)
+    output = query.new_empty(batch, queries, heads, width)
+    call = Call(heads=kv_heads, group=heads // kv_heads, dtype=dtype, block_size=64, scale=scale)
+    call.tokens = call.num_open = queries
     call.query_head_stride, call.query_token_stride = query.stride(1), query.stride(2)
     tail = call.tail
     tail.tokens, tail.dtype = key.shape[2], dtype
@@ -87,7 +88,7 @@ def attend_one(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tenso
         tail.head_stride[part], tail.token_stride[part] = tensor.stride(1), tensor.stride(2)
     for row in range(batch):
         call.queries = query.data_ptr() + 2 * row * query.stride(0)
-        call.output = output.data_ptr() + 2 * row * heads * width
+        call.output = output.data_ptr() + 2 * row * queries * heads * width
         tail.data[0] = key.data_ptr() + 2 * row * key.stride(0)
         tail.data[1] = value.data_ptr() + 2 * row * value.stride(0)
         run(call)
