@@ -52,9 +52,9 @@ def prepare_(model: nn.Module) -> Preparation:
     stored in 8 bits are decoded, and counted by :func:`qkv.footprint`). Saving, casting, moving and reading a weight
     find the stored order, and so does a product that is not served interleaved (another dtype, gradients); the next
     one that is turns it again. Linear layers left in bfloat16, an output head for one, keep their parameters and
-    multiply up to eight rows at the memory's speed, where torch reaches a third of it. Norms and attention of up to 16 tokens
-    masked causally alone (in place of scaled-dot-product attention) are the native library's too, summed in float32; a
-    cache that is attached has its own attention.
+    multiply up to eight rows at the memory's speed, where torch reaches a third of it. Norms are the native library's
+    too, and so is scaled-dot-product attention of up to 16 tokens that are masked causally alone, both summed in float32;
+    a cache that is attached has its own attention.
 
     Args:
         model: any module; its linear layers are looked at, in bfloat16 models.
