@@ -53,7 +53,7 @@ def prepare_(model: nn.Module) -> Preparation:
     find the stored order, and so does a product that is not served interleaved (another dtype, gradients); the next
     one that is turns it again. Linear layers left in bfloat16, an output head for one, keep their parameters and
     multiply up to eight rows at the memory's speed, where torch reaches a third of it. Norms are the native library's
-    too, and so is scaled-dot-product attention of up to 16 tokens that are masked causally alone, both summed in float32;
+    too, and so is scaled-dot-product attention of up to 16 tokens that are masked causally alone, summed in float32;
     a cache that is attached has its own attention.
 
     Args:

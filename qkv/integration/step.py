@@ -21,6 +21,8 @@ from qkv.quantizers.kernels.native_step import is_plain
 NAME: Final = "qkv_prepared"
 EPSILONS: Final = ("variance_epsilon", "eps")
 """What norms call the number that is added to the mean square."""
+TRIED: Final = 4096
+"""Numbers that a norm is tried with, at least."""
 _SETTINGS: Final = "_qkv_norm"
 _read_mask: tuple[Callable[[], Tensor | None], bool] = (lambda: None, False)
 """The newest mask that was looked at, and whether it is the causal one."""
@@ -72,7 +74,8 @@ def _replace_norm(module: nn.Module) -> bool:
 @torch.no_grad()
 def _offset_of(module: nn.Module, weight: Tensor, eps: float) -> float | None:
     """What is added to the weight, found by trying; None where neither choice gives the module's own values."""
-    x = torch.randn(4, weight.shape[0], generator=torch.Generator().manual_seed(0)).mul(3).to(torch.bfloat16)
+    rows = 4 + TRIED // weight.shape[0]
+    x = torch.randn(rows, weight.shape[0], generator=torch.Generator().manual_seed(0)).mul(3).to(torch.bfloat16)
     try:
         wanted = type(module).forward(module, x)
     except Exception:  # a norm that takes something else than rows

@@ -46,7 +46,7 @@ def test_a_norm_gives_what_the_models_own_gives(kind: type[Any], columns: int, r
         return
     x = randn(rows, columns)
     assert torch.allclose(fast(x), stock(x), rtol=2**-7, atol=0)
-    assert (fast(x) == stock(x)).float().mean() > 0.9
+    assert (fast(x) != stock(x)).sum() <= 1 + 0.02 * x.numel()
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
     exact = exact * (stock.weight.double() + (kind is GemmaRMSNorm))
     assert torch.allclose(fast(x).double(), exact, rtol=2**-7, atol=0)

@@ -203,10 +203,15 @@ def test_adaptive_keeps_a_doubtful_draft_short_where_copying_is_quick() -> None:
 
 
 def test_adaptive_reaches_further_as_drafts_come_true() -> None:
-    grown = lasting(Adaptive(), 63, lambda n: 1 + 0.001 * n, 6, confidence=32)
-    assert grown[:3] == [3, 11, 31]
-    failing = lasting(Adaptive(), 1, lambda n: 1 + 0.001 * n, 12, confidence=32)
+    grown = lasting(Adaptive(), 63, lambda n: 1 + 0.001 * n, 6, confidence=4)
+    assert grown[:3] == [3, 11, 23]
+    failing = lasting(Adaptive(), 1, lambda n: 1 + 0.001 * n, 12, confidence=4)
     assert max(failing) == 3
+
+
+def test_adaptive_follows_a_long_match_at_once() -> None:
+    assert lasting(Adaptive(), 63, lambda n: 1 + 0.001 * n, 3, confidence=32) == [3, 31, 63]
+    assert max(lasting(Adaptive(), 1, lambda n: 1 + 0.001 * n, 12, confidence=32)) <= 7, "failed, and went on"
 
 
 def test_costs_are_medians_and_one_row_stands_apart() -> None:
