@@ -24,12 +24,7 @@ TOLERANCES: Final[dict[str, Any]] = {
     # the same weights through other libraries' kernels, as a share of the largest logit: bitsandbytes computes NF4
     # in bfloat16 on some CPUs, and LLM.int8 rounds x to 8 bits
     "stock_logits": {
-        torch.float32: 1e-5,
-        torch.bfloat16: 3e-2,
-        torch.float16: 3e-3,
-        "nf4": 3e-2,
-        "nf4d": 3e-2,
-        "int8": 0.1,
+        torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3, "nf4": 3e-2, "nf4d": 3e-2, "int8": 0.1,
     },
     "nested_codes": 0.02,  # share of double quantization's codes that bitsandbytes' own table puts one step away
     "int8_logits": 0.1,  # share of the largest logit that int8 rounding may move a tiny random model's

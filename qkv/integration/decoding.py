@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from qkv.integration.step import slow_down_, speed_up_
-from qkv.quantizers.float_linear import FloatLinear, cannot_serve
+from qkv.integration.step import SpedUp, slow_down_, speed_up_
+from qkv.quantizers.float_linear import FloatLinear
 from qkv.quantizers.holder import Holder
+from qkv.quantizers.kernels import native
 from qkv.quantizers.prepared import Prepared
 from qkv.units import format_bytes
 
@@ -24,21 +25,25 @@ class Preparation:
         nbytes: bytes of their codes and scales, which stay as many as they were.
         floats: the unquantized linear layers whose products of a few rows are the native library's now.
         left: the other quantized modules, and why.
-        norms: the norms that are the native library's now.
+        between: what became of norms and attention.
     """
 
     names: tuple[str, ...]
     nbytes: int
     floats: tuple[str, ...]
     left: dict[str, str]
-    norms: tuple[str, ...] = ()
+    between: SpedUp
 
     def __str__(self) -> str:
         lines = [f"{len(self.names)} weights interleaved for decoding, {format_bytes(self.nbytes)}"]
         if self.floats:
             lines.append(f"{len(self.floats)} weights in bfloat16 read by the native library")
-        if self.norms:
-            lines.append(f"{len(self.norms)} norms and what lies between products done by the native library")
+        if self.between.norms:
+            lines.append(f"{len(self.between.norms)} norms computed by the native library")
+        if self.between.other_norms:
+            lines.append(f"{len(self.between.other_norms)} norms left: not in bfloat16, or of a kind it does not know")
+        if self.between.attention:
+            lines.append("attention of a few tokens computed by the native library, in place of torch's")
         reasons = Counter(self.left.values())
         lines += [f"{count} left in the stored order: {reason}" for reason, count in reasons.items()]
         return "\n".join(lines)
@@ -79,7 +84,7 @@ def prepare_(model: nn.Module) -> Preparation:
 
 def _prepare_floats(model: nn.Module) -> tuple[str, ...]:
     """Plain linear layers in bfloat16, an output head for one, get a class with a faster product."""
-    if cannot_serve() is not None:
+    if native.cannot_serve_bf16() is not None:
         return ()
     plain = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     found = [(name, module) for name, module in plain if module.weight.dtype == torch.bfloat16 and module.weight.is_cpu]

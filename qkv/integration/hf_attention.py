@@ -65,6 +65,22 @@ class Attachment:
             self.undo()
 
 
+def own_implementation(model: Any) -> str | None:
+    """The attention that a model has, or gets back when its caches are detached; None where it takes none by name."""
+    if not getattr(model, "_supports_attention_backend", False):
+        return None
+    name: str | None = Attachment._claims.get(model, (model.config._attn_implementation, 0))[0]
+    return name
+
+
+def set_own_implementation(model: Any, name: str) -> None:
+    """Change what :func:`own_implementation` says; a cache that is attached stays."""
+    if model in Attachment._claims:
+        Attachment._claims[model] = (name, Attachment._claims[model][1])
+    else:
+        model.set_attn_implementation(name)
+
+
 class LazyMask:
     """What the mask function returns: the padding, and the stock mask if someone needs it after all."""
 

@@ -6,17 +6,17 @@ that the native library knows is tried and not told from names alone: it must ag
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from qkv.integration.hf_attention import own_implementation, set_own_implementation
 from qkv.integration.hf_dense import stock_attention
 from qkv.quantizers.kernels import native, native_step
-from qkv.quantizers.kernels.native_step import is_plain
+from qkv.quantizers.kernels.native import is_plain_bf16
 
 NAME: Final = "qkv_prepared"
 EPSILONS: Final = ("variance_epsilon", "eps")
@@ -24,23 +24,37 @@ EPSILONS: Final = ("variance_epsilon", "eps")
 TRIED: Final = 4096
 """Numbers that a norm is tried with, at least."""
 _SETTINGS: Final = "_qkv_norm"
-_read_mask: tuple[Callable[[], Tensor | None], bool] = (lambda: None, False)
-"""The newest mask that was looked at, and whether it is the causal one."""
 
 
-def speed_up_(model: nn.Module) -> tuple[str, ...]:
-    """Replace norms, and scaled-dot-product attention of a few tokens, where the native library gives the same.
+@dataclass(frozen=True)
+class SpedUp:
+    """What :func:`speed_up_` did.
 
-    Returns:
-        The names of the norms.
+    Attributes:
+        norms: those that are the native library's now.
+        other_norms: those that are not of a kind it knows, or not in bfloat16.
+        attention: whether attention is.
     """
+
+    norms: tuple[str, ...] = ()
+    other_norms: tuple[str, ...] = ()
+    attention: bool = False
+
+
+def speed_up_(model: nn.Module) -> SpedUp:
+    """Replace norms, and scaled-dot-product attention of a few tokens, where the native library gives the same."""
     if native.unavailable() is not None or native.EXACT:
-        return ()
-    norms = {name: module for name, module in model.named_modules() if _replace_norm(module)}
-    if _implementation(model) == "sdpa":
+        return SpedUp()
+    norms = {name: _replace_norm(module) for name, module in model.named_modules() if _is_norm(module)}
+    attention = own_implementation(model) == "sdpa" and _computes_in_bf16(model)
+    if attention:
         _register()
-        model.set_attn_implementation(NAME)  # type: ignore[operator]
-    return tuple(norms)
+        set_own_implementation(model, NAME)
+    return SpedUp(
+        tuple(name for name, replaced in norms.items() if replaced),
+        tuple(name for name, replaced in norms.items() if not replaced),
+        attention,
+    )
 
 
 def slow_down_(model: nn.Module) -> None:
@@ -48,19 +62,23 @@ def slow_down_(model: nn.Module) -> None:
     for module in model.modules():
         if _is_replaced(module):
             del module.forward, vars(module)[_SETTINGS]
-    if _implementation(model) == NAME:
-        model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    if own_implementation(model) == NAME:
+        set_own_implementation(model, "sdpa")
 
 
 # ---- norms ----
 
 
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm")
+
+
 def _replace_norm(module: nn.Module) -> bool:
     """Whether it is a norm that the native library knows; then its ``forward`` is another from now on."""
-    if not type(module).__name__.endswith("RMSNorm") or "forward" in vars(module):
-        return False
+    if "forward" in vars(module):
+        return _is_replaced(module)
     weight = module._parameters.get("weight")
-    if weight is None or len(module._parameters) > 1 or weight.ndim != 1 or not is_plain(weight.detach()):
+    if weight is None or len(module._parameters) > 1 or weight.ndim != 1 or not is_plain_bf16(weight.detach()):
         return False
     eps = next((value for name in EPSILONS if isinstance(value := getattr(module, name, None), float)), None)
     offset = None if eps is None else _offset_of(module, weight, eps)
@@ -96,8 +114,8 @@ def _forward(self: nn.Module, x: Tensor, *others: Any, **options: Any) -> Tensor
         and x.numel() <= native_step.MOST
         and x.shape[-1] == weight.shape[0]
         and x.is_contiguous()
-        and is_plain(x)
-        and is_plain(weight)
+        and is_plain_bf16(x)
+        and is_plain_bf16(weight)
     )
     if not is_served:
         return type(self).forward(self, x, *others, **options)  # type: ignore[no-any-return]
@@ -111,26 +129,18 @@ def _is_replaced(module: nn.Module) -> bool:
 # ---- attention ----
 
 
-def _implementation(model: nn.Module) -> str | None:
-    if not getattr(model, "_supports_attention_backend", False):
-        return None
-    return getattr(model.config, "_attn_implementation", None)
+def _computes_in_bf16(model: Any) -> bool:
+    return native.cannot_serve_bf16() is None and model.dtype == torch.bfloat16 and model.device.type == "cpu"
 
 
 def _is_causal(module: Any, mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
-    """Whether the newest tokens see all that are not newer than they. One mask serves all layers: it is read once."""
-    global _read_mask
+    """Whether the newest tokens see all that are not newer than they."""
     tokens, seen = query.shape[2], key.shape[2]
     if mask is None:
         return tokens == 1 or (tokens == seen and bool(getattr(module, "is_causal", True)))
     if mask.dtype != torch.bool or mask.shape[-2:] != (tokens, seen):
         return False
-    known, verdict = _read_mask
-    if known() is not mask:
-        causal = torch.ones(tokens, seen, dtype=torch.bool).tril(seen - tokens)
-        verdict = torch.equal(mask, causal.expand(mask.shape))
-        _read_mask = (weakref.ref(mask), verdict)
-    return verdict
+    return torch.equal(mask, torch.ones(tokens, seen, dtype=torch.bool).tril(seen - tokens).expand(mask.shape))
 
 
 def _register() -> None:

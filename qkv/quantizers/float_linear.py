@@ -23,21 +23,9 @@ class FloatLinear(nn.Linear):
 
     def _is_served(self, x: Tensor) -> bool:
         weight, bias = self.weight, self.bias
-        if not x.dtype == weight.dtype == torch.bfloat16 or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not (native.is_plain_bf16(x) and native.is_plain_bf16(weight)):
             return False
         if not 0 < x.numel() <= native.FLOAT_ROWS * self.in_features or x.shape[-1] != self.in_features:
             return False
-        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-            return False
-        if not (x.is_cpu and weight.is_cpu and weight.is_contiguous()):
-            return False
-        return (bias is None or bias.dtype == torch.bfloat16) and cannot_serve() is None
-
-
-def cannot_serve() -> str | None:
-    """Why no bfloat16 product is served here, in words for people; None when one is."""
-    if (missing := native.unavailable()) is not None:
-        return f"needs the native library: {missing}"
-    if native.level() != "avx512" or native.EXACT:
-        return f"needs AVX-512 with BF16 and no QKV_EXACT; in use is {native.level()}"
-    return None
+        bias_fits = bias is None or bias.dtype == torch.bfloat16
+        return weight.is_contiguous() and bias_fits and native.cannot_serve_bf16() is None

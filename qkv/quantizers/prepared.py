@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from qkv.errors import QkvError
-from qkv.quantizers.float_linear import cannot_serve
 from qkv.quantizers.holder import CACHES, Holder
 from qkv.quantizers.interleave import in_order, interleaved, refuses
 from qkv.quantizers.kernels import native
@@ -38,7 +37,7 @@ class Prepared(Holder):
 
     def cannot_prepare(self) -> str | None:
         """Why this weight is not served interleaved here, in words for people; None when it is."""
-        if (reason := cannot_serve()) is not None:
+        if (reason := native.cannot_serve_bf16()) is not None:
             return reason
         spec = self.specs["weight"]
         if spec.dtype != torch.bfloat16:

@@ -1,4 +1,4 @@
-"""What prepared models do between their products: norms and the attention of one token."""
+"""What prepared models do between their products: norms and the attention of a few tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from qkv.integration.decoder import SpeculativeDecoder
 from qkv.integration.decoding import prepare_, unprepare_
 from qkv.integration.hf_cache import KVCache
-from qkv.integration.step import NAME, slow_down_, speed_up_
+from qkv.integration.step import NAME, SpedUp, slow_down_, speed_up_
 from qkv.quantizers.kernels import native, native_step
 from tests.helpers import prompt, tiny
 
@@ -41,7 +41,7 @@ def norm_of(kind: type[Any], columns: int, eps: float) -> Any:
 @given(columns=st.integers(2, 700), rows=st.integers(1, 5), eps=st.sampled_from([1e-6, 1e-5, 1e-2]))
 def test_a_norm_gives_what_the_models_own_gives(kind: type[Any], columns: int, rows: int, eps: float) -> None:
     stock, fast = norm_of(kind, columns, eps), norm_of(kind, columns, eps)
-    if not speed_up_(fast):
+    if not speed_up_(fast).norms:
         assert kind is nn.RMSNorm, "a norm of a model was not known"  # torch's rounds elsewhere
         return
     x = randn(rows, columns)
@@ -72,12 +72,12 @@ class GatedRMSNorm(OddRMSNorm):
 @pytest.mark.parametrize("kind", [OddRMSNorm, GatedRMSNorm])
 def test_a_norm_that_gives_something_else_is_left_alone(kind: type[Any]) -> None:
     norm = norm_of(kind, 32, 1e-5)
-    assert "" not in speed_up_(norm) and "forward" not in vars(norm)
+    assert speed_up_(norm) == SpedUp(("inner",), ("",)) and "forward" not in vars(norm)
 
 
 def test_what_is_not_served_is_the_norms_own() -> None:
     stock, fast = norm_of(LlamaRMSNorm, 48, 1e-5), norm_of(LlamaRMSNorm, 48, 1e-5)
-    assert speed_up_(fast) == ("",)
+    assert speed_up_(fast) == SpedUp(("",))
     for x in (randn(2, 96)[:, ::2], randn(48).float(), randn(0, 48), randn(2000, 48)):
         assert torch.equal(fast(x), stock(x))
     x = randn(2, 48).requires_grad_()
@@ -115,7 +115,9 @@ def test_a_prepared_model_decodes_as_before_and_comes_back(family: str) -> None:
     model, plain = tiny(family, dtype=torch.bfloat16), tiny(family, dtype=torch.bfloat16)
     report = prepare_(model)
     norms = [name for name, module in model.named_modules() if type(module).__name__.endswith("RMSNorm")]
-    assert sorted(report.norms) == sorted(norms) and f"{len(norms)} norms" in str(report)
+    assert sorted(report.between.norms) == sorted(norms) and f"{len(norms)} norms" in str(report)
+    assert report.between.attention and "attention of a few tokens" in str(report)
+    assert prepare_(model).between.norms == report.between.norms, "a second time"
     assert model.config._attn_implementation == NAME
     ids, options = prompt(12, batch=2), {"max_new_tokens": 12, "do_sample": False, "output_logits": True}
     with torch.inference_mode():
@@ -163,5 +165,32 @@ def test_an_attached_cache_gives_the_prepared_attention_back(tmp_path: Any) -> N
     assert model.config._attn_implementation == "qkv"
     cache.detach()
     assert model.config._attn_implementation == NAME
+    cache.attach(model)
+    unprepare_(model)
+    assert model.config._attn_implementation == "qkv", "the cache was detached"
+    prepare_(model)
+    cache.detach()
+    assert model.config._attn_implementation == NAME
     model.save_pretrained(tmp_path)
     assert NAME not in (tmp_path / "config.json").read_text(encoding="utf-8")
+
+
+@needs_avx512
+def test_a_model_that_does_not_compute_in_bfloat16_keeps_its_attention() -> None:
+    model = tiny("llama")
+    report = prepare_(model)
+    assert not report.between.attention and not report.between.norms and len(report.between.other_norms) == 5
+    assert "5 norms left" in str(report) and model.config._attn_implementation == "sdpa"
+
+
+@needs_avx512
+def test_a_mask_that_changes_is_read_again() -> None:
+    """One tensor, first the causal mask and then another."""
+    model, plain = tiny("llama", dtype=torch.bfloat16), tiny("llama", dtype=torch.bfloat16)
+    prepare_(model)
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    with torch.inference_mode():
+        for _ in range(2):
+            found, wanted = (each(prompt(6), attention_mask=mask).logits for each in (model, plain))
+            assert torch.allclose(found, wanted, rtol=0, atol=0.05 * float(wanted.abs().max()))
+            mask[..., 1:, 0] = False

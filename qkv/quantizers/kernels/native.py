@@ -90,6 +90,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.qkv_set_level.argtypes = [_INT]
     library.qkv_linear.argtypes = [_POINTER] * 4 + [_SIZE, _INT]
     library.qkv_linear_bf16.argtypes = [_POINTER] * 4 + [_SIZE] * 3 + [_INT] * 2
+    library.qkv_rms_norm.argtypes = [_POINTER] * 3 + [_SIZE] * 2 + [ctypes.c_float] * 2
+    library.qkv_rms_norm.restype = None
     library.qkv_dequantize.argtypes = [_POINTER] * 4 + [_SIZE] * 3 + [_INT] * 3
     library.qkv_dequantize.restype = None
     library.qkv_quantize.argtypes = [_POINTER] * 4 + [_SIZE] * 3 + [_INT] * 5
@@ -142,6 +144,20 @@ def library() -> ctypes.CDLL:
 def most_rows(x_dtype: torch.dtype) -> int:
     """Rows of x up to which a product is faster straight from the codes than by dequantized panels."""
     return ANY_ROWS if _level == "avx512" and x_dtype == torch.bfloat16 and not EXACT else MAX_ROWS
+
+
+def cannot_serve_bf16() -> str | None:
+    """Why nothing is computed in bfloat16 here, in words for people; None when it is."""
+    if (missing := unavailable()) is not None:
+        return f"needs the native library: {missing}"
+    if _level != "avx512" or EXACT:
+        return f"needs AVX-512 with BF16 and no QKV_EXACT; in use is {_level}"
+    return None
+
+
+def is_plain_bf16(x: Tensor) -> bool:
+    """Whether it is bfloat16 on the CPU, and no gradient is wanted."""
+    return x.dtype == torch.bfloat16 and x.is_cpu and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,13 +1,11 @@
 """What a step of a few tokens takes between its products, by the native library, in bfloat16.
 
 Like those of :mod:`native` the functions are called often and check nothing: whoever calls them has asked
-:func:`is_plain` about every tensor.
+:func:`native.is_plain_bf16` about every tensor.
 """
 
 from __future__ import annotations
 
-from ctypes import c_float
-from functools import cache
 from typing import Final
 
 import torch
@@ -22,19 +20,6 @@ MOST_ROWS: Final = 8
 """Rows of a batch whose attention is served: one call each."""
 
 
-def is_plain(x: Tensor) -> bool:
-    """Whether it is bfloat16 on the CPU, for values alone."""
-    return x.dtype == torch.bfloat16 and x.is_cpu and not (x.requires_grad and torch.is_grad_enabled())
-
-
-@cache
-def _declare() -> None:
-    pointer, size = native._POINTER, native._SIZE
-    library = native.library()
-    library.qkv_rms_norm.argtypes = [pointer] * 3 + [size] * 2 + [c_float] * 2
-    library.qkv_rms_norm.restype = None
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """``x / sqrt(mean(x²) + eps)``, summed in float32, times ``offset + weight``.
 
@@ -45,7 +30,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         offset: 0, where the normalised x is rounded to bfloat16 before it is multiplied, as Llama does; or 1, where it
             is not, as Gemma does.
     """
-    _declare()
     y, columns = torch.empty_like(x), weight.shape[0]
     arguments = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // columns, columns, eps, offset)
     native.library().qkv_rms_norm(*arguments)
@@ -58,9 +42,8 @@ def serves_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
         0 < query.shape[2] <= min(MAX_QUERIES, key.shape[2])
         and query.shape[0] <= MOST_ROWS
         and query.shape[1] % key.shape[1] == 0
-        and native.level() == "avx512"
-        and native.unavailable() is None
-        and all(is_plain(x) and x.stride(3) == 1 for x in (query, key, value))
+        and native.cannot_serve_bf16() is None
+        and all(native.is_plain_bf16(x) and x.stride(3) == 1 for x in (query, key, value))
     )
 
 
