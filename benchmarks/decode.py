@@ -8,7 +8,8 @@
 All variants take turns in every round; the ratio is the time of transformers' greedy over that of the variant, CPU
 time on a CPU, median of the rounds. Each run starts from a new decoder that has learnt nothing. Outputs are compared
 with greedy; in bfloat16 they may part at near ties, because a block of tokens rounds otherwise than one. At the end
-stands the ratio over all texts of a kind: greedy's time for all of them over that of the variant. ``--json FILE`` keeps
+stands the ratio over all texts of a kind: greedy's time for all of them over that of the variant. Beside prompt lookup
+stands prompt lookup's time over the variant's, until the token where the two outputs part. ``--json FILE`` keeps
 the rows and takes the place of earlier ones of the same text, weights and variant, so that a table can be measured in
 pieces.
 
@@ -36,7 +37,26 @@ import qkv
 from benchmarks.decode_prompts import PROMPTS
 from qkv.integration.decoder import SpeculativeDecoder
 
-Run = Callable[[], tuple[Tensor, str]]
+LOOKUP = "stock lookup"
+
+
+class Watch:
+    """A streamer that notes when each token came."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._seen = device, 0
+        self.start, self.times = clock(device), [0.0]
+
+    def put(self, tokens: Tensor) -> None:
+        """The prompt first, then one token or several."""
+        self._seen += tokens.numel()
+        self.times += [clock(self._device) - self.start] * (self._seen - len(self.times) + 1)
+
+    def end(self) -> None:
+        """Nothing is left to note."""
+
+
+Run = Callable[[Watch], tuple[Tensor, str]]
 BILLION = LlamaConfig(
     vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
     num_key_value_heads=8, head_dim=64, tie_word_embeddings=True, max_position_embeddings=4096,
@@ -49,16 +69,16 @@ def variants(model: Any, ids: Tensor, tokens: int, chosen: list[str]) -> dict[st
     mask = torch.ones_like(ids)
 
     def stock(**options: Any) -> Run:
-        return lambda: (model.generate(ids, attention_mask=mask, **common, **options), "")
+        return lambda watch: (model.generate(ids, attention_mask=mask, streamer=watch, **common, **options), "")
 
     def ours(source: Any) -> Run:
-        def run() -> tuple[Tensor, str]:
+        def run(watch: Watch) -> tuple[Tensor, str]:
             decoder = SpeculativeDecoder(model, source=source)
-            return decoder.generate(ids, **common), str(decoder.stats)
+            return decoder.generate(ids, streamer=watch, **common), str(decoder.stats)
 
         return run
 
-    found = {"greedy": stock(), "stock lookup": stock(prompt_lookup_num_tokens=10)}
+    found = {"greedy": stock(), LOOKUP: stock(prompt_lookup_num_tokens=10)}
     for name in chosen:
         if name not in found:
             # a draft model is made once: quantizing is not decoding
@@ -77,17 +97,29 @@ def clock(device: torch.device) -> float:
 def measure(model: Any, ids: Tensor, tokens: int, rounds: int, chosen: list[str]) -> list[dict[str, Any]]:
     """A row for each variant."""
     runs = variants(model, ids, tokens, chosen)
+    watches: dict[str, list[Watch]] = {name: [] for name in runs}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     outputs: dict[str, Tensor] = {}
     notes: dict[str, str] = {}
     for turn in range(rounds):
         for name, run in list(runs.items())[:: -1 if turn % 2 else 1]:
-            start = clock(ids.device)
-            outputs[name], notes[name] = run()
-            seconds[name].append(clock(ids.device) - start)
+            watch = Watch(ids.device)
+            outputs[name], notes[name] = run(watch)
+            seconds[name].append(clock(ids.device) - watch.start)
+            watches[name].append(watch)
+
+    def beside_lookup(name: str) -> dict[str, Any]:
+        if name == LOOKUP or LOOKUP not in runs:
+            return {}
+        shared = same_until(outputs[LOOKUP], outputs[name])
+        pairs = zip(watches[LOOKUP], watches[name], strict=True)
+        ratio = statistics.median(theirs.times[shared] / own.times[shared] for theirs, own in pairs)
+        return {"shared": shared - ids.shape[1], "beside_lookup": ratio}
+
     base = seconds["greedy"]
     return [
-        {
+        beside_lookup(name)
+        | {
             "variant": name,
             "seconds": statistics.median(found),
             "ratio": statistics.median(b / s for b, s in zip(base, found, strict=True)),
@@ -110,7 +142,9 @@ def show(row: dict[str, Any]) -> None:
     """One line."""
     print(
         f"{row['prompt']:12} {row['weights']:18} {row['variant']:13} {row['seconds']:7.2f} s {row['ratio']:6.2f}x  "
-        f"equal {row['equal']}/{row['tokens']}  {row['note']}",
+        f"equal {row['equal']}/{row['tokens']}  "
+        + (f"{row['beside_lookup']:.2f}x lookup over {row['shared']}  " if "shared" in row else "")
+        + row["note"],
         flush=True,
     )
 
@@ -215,7 +249,7 @@ def main() -> int:
     if args.device != "cpu" and args.json is None:
         card = torch.cuda.get_device_name(args.device).replace(" ", "-")
         args.json = Path(__file__).parent / "results" / f"decode-{card}.json"
-    lookups = ["stock lookup", "none", "lookup"]
+    lookups = [LOOKUP, "none", "lookup"]
     args.variants = args.variants or (lookups if args.device == "cpu" else [*lookups, "ngram", "self:nf4"])
     rows = on_model(args) if args.device == "cpu" else on_device(args)
     for line in pooled(rows):
