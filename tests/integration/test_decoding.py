@@ -17,7 +17,7 @@ from qkv.quantizers.kernels import native
 from qkv.quantizers.linear import QuantizedLinear
 from tests.helpers import frozen
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None or native.level() != "avx512", reason="needs AVX-512")
+pytestmark = pytest.mark.skipif(native.cannot_serve_bf16() is not None, reason=str(native.cannot_serve_bf16()))
 
 TEXTS = ["nf4", "nf4:double", "int8", "int4:asym", "int8:asym:double"]
 
